@@ -1,6 +1,7 @@
 """The command ``lightning-hetero``: a table of subcommands, each in its own module, which is imported when it runs."""
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -57,7 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"lightning-hetero {name}: {error}. Install it with: pip install 'lightning-hetero[{extra}]'\n"
         )
         return 2
-    code: int = command.main(arguments[1:])
+    try:
+        code: int = command.main(arguments[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads, as `head` does, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return code
 
 

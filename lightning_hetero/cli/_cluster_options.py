@@ -3,11 +3,12 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from lightning_hetero.simulate.devices.catalog import published_clusters, published_devices, workload_named, workloads
+from lightning_hetero.simulate.devices.names import UnknownNameError, closest
 from lightning_hetero.simulate.planning.cluster import Cluster
 from lightning_hetero.simulate.planning.cluster_file import (
     Given,
@@ -20,7 +21,16 @@ from lightning_hetero.simulate.planning.picture import check_picture
 from lightning_hetero.simulate.planning.tables import table
 from lightning_hetero.simulate.planning.units import parse_count, parse_number, parse_rate, parse_seconds
 
-__all__ = ["add_cluster_options", "changed", "cluster_of", "given_of", "list_published", "option", "write_json"]
+__all__ = [
+    "add_cluster_options",
+    "changed",
+    "check_prices",
+    "cluster_of",
+    "given_of",
+    "list_published",
+    "option",
+    "write_json",
+]
 
 T = TypeVar("T")
 
@@ -89,18 +99,38 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
 
 
 def changed(cluster: Cluster, options: argparse.Namespace) -> Cluster:
-    """Return the cluster after ``--drop`` and ``--add``; the same one if there are none.
+    """Return the cluster after ``--add`` and ``--drop``; the same one if there are none.
 
     Raises:
-        ValueError: if a worker is unknown.
+        ValueError: if a worker is unknown, or a price belongs to none.
     """
-    if options.drop:
-        cluster = cluster.dropped([name for text in options.drop for name in text.split(",")])
+    given = replace(given_of(options), workload=cluster.workload, jitter=cluster.jitter)
+    before = len(cluster.workers)
     if options.add:
-        given = replace(given_of(options), workload=cluster.workload, jitter=cluster.jitter)
         more = [worker for text in options.add for worker in named_workers(text, given)]
         cluster = cluster.added(more).priced(given.prices or {})
+    check_prices(given.prices or {}, [worker.name for worker in cluster.workers])
+    if options.drop:
+        cluster = cluster.dropped([name for text in options.drop for name in text.split(",")], of=before)
     return cluster
+
+
+def check_prices(prices: Mapping[str, float], names: Sequence[str]) -> None:
+    """Check that each price is that of a worker.
+
+    Raises:
+        UnknownNameError: if one is not.
+
+    Example:
+        >>> check_prices({"A100": 4.1, "*": 1.0}, ["a100", "T4"])
+    """
+    there, known = list(dict.fromkeys(names)), {name.lower() for name in names}
+    for name in prices:
+        if name != "*" and name.lower() not in known:
+            raise UnknownNameError(
+                f"--price {name}=...: there is no worker {name!r}.{closest(name, there)} The workers are "
+                f"{', '.join(there[:20])}."
+            )
 
 
 def write_json(value: Any) -> None:

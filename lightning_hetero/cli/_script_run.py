@@ -83,14 +83,17 @@ class ScriptRun:
 
     def _execute(self, order: ProbeOrder, output: IO[str]) -> int | None:
         """Run the script and return its exit code, ``None`` if it took too long; none of its processes is left."""
-        process = subprocess.Popen(
-            self.command,
-            env={**os.environ, VARIABLE: order.announce(), "PL_GLOBAL_SEED": str(self.seed)},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        try:
+            process = subprocess.Popen(
+                self.command,
+                env={**os.environ, VARIABLE: order.announce(), "PL_GLOBAL_SEED": str(self.seed)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ProbeError(f"{self.command[0]!r} cannot be started: {error.strerror}.") from None
         try:
             return process.wait(self.timeout)
         except subprocess.TimeoutExpired:

@@ -24,6 +24,8 @@ from lightning_hetero.simulate.planning.units import format_seconds, parse_count
 
 __all__ = ["fitted", "main"]
 
+MOST_JITTER = 0.15
+
 
 def main(argv: Sequence[str]) -> int:
     """Measure the times of a script's steps and write the device's profile.
@@ -37,6 +39,12 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(list(argv))
     if not options.script.is_file():
         sys.stderr.write(f"lightning-hetero profile: there is no script {options.script}.\n")
+        return 2
+    if options.output.is_dir() or not options.output.parent.is_dir():
+        sys.stderr.write(
+            f"lightning-hetero profile: --output {options.output} cannot be written: give a file in a folder that "
+            "exists.\n"
+        )
         return 2
     run = ScriptRun([*options.launcher, str(options.script), *options.arguments], timeout=options.timeout)
     try:
@@ -110,12 +118,14 @@ def _typical_deviation(values: np.ndarray) -> float:
 
 def _text(report: DeviceReport, cluster: Cluster, output: Path) -> str:
     worker, sizes = cluster.workers[0], sorted({int(row[0]) for row in report.rows})
+    noisy = worker.jitter > MOST_JITTER
     lines = [
         f"{worker.name}: {len(report.rows)} steps at batch sizes {', '.join(map(str, sizes))}",
         f"outside of the backward pass  {format_seconds(worker.q)} a sample and {format_seconds(worker.s)}",
         f"backward pass                 {format_seconds(worker.k)} a sample and {format_seconds(worker.m)}",
         f"jitter of a step              {worker.jitter:.1%}",
         f"gradients                     {report.gradient_bytes / 1e6:.4g} MB ({report.parameters} parameters)",
+        *(["so much jitter makes the profile unsure: run it again when nothing else runs"] if noisy else []),
         f"wrote {output}; plan with it: lightning-hetero plan 4x{output} --link 1Gbit",
     ]
     return "\n".join(lines) + "\n"

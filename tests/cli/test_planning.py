@@ -115,6 +115,11 @@ def test_all_names_are_listed(run, command):
         (["A", "--workload", "bert-squad", "--drop", "A4001"], ["no worker 'A4001'", "Did you mean A4000"]),
         (["A", "--workload", "bert-squad", "--add", "A4001"], ["'A4001' is unknown", "Did you mean A4000"]),
         (["A", "--workload", "bert-squad", "--picture", "x.gif"], ["--picture", ".png, .svg, .pdf"]),
+        (["A", "--workload", "bert-squad", "--picture", "/no/x.png"], ["--picture", "a folder that exists"]),
+        (["A", "--workload", "bert-squad", "--add", "1000000000xT4"], ["1000000000 workers are too many"]),
+        (["A", "--workload", "bert-squad", "--price", "A500=3"], ["no worker 'A500'", "Did you mean A5000"]),
+        (["A", "--workload", "bert-squad", "--drop", "2xA4000"], ["only 1 workers 'A4000'"]),
+        (["A", "--workload", "bert-squad", "--add", "T4", "--drop", "T4"], ["no worker 'T4' to leave out"]),
         (["2xA100", "--workload", "cnn-mnist"], ["the total batch size is not known", "--total-batch"]),
         (["no.yaml"], ["no.yaml: No such file"]),
     ],
@@ -125,6 +130,49 @@ def test_an_error_says_what_is_allowed(run, command, arguments, words):
     assert "Traceback" not in errors
     text = " ".join(errors.split())
     assert all(word in text for word in words), text
+
+
+def test_too_many_workers_in_a_file(run, tmp_path):
+    path = tmp_path / "many.yaml"
+    path.write_text("workload: bert-squad\nworkers:\n  - {device: T4, count: 1000000000}\n")
+    code, _, errors = run("plan", str(path))
+    assert code == 2
+    assert "many.yaml:3" in errors
+    assert "too many" in errors
+
+
+def test_all_workers_can_be_replaced(run):
+    arguments = ["A", "--workload", "bert-squad", "--drop", "A5000,A4000,P4000", "--add", "2xT4", "--json"]
+    code, written, _ = run("plan", *arguments)
+    assert code == 0
+    assert [worker["name"] for worker in json.loads(written)["plan"]["workers"]] == ["T4", "T4"]
+
+
+def test_the_static_policy_splits_by_the_speed_of_the_table(run, tmp_path):
+    code, written, _ = run("simulate", *B, "--policy", "static", "--steps", "20", "--json")
+    assert code == 0
+    sizes = json.loads(written)["plans"][-1]["local_batch_sizes"]
+    assert sizes[0] / sizes[-1] == pytest.approx(3.42, rel=0.05)
+    path = tmp_path / "own.yaml"
+    path.write_text("total_batch_size: 8\nworkers: [{name: mine, q: 0.001, s: 0, k: 0.001, m: 0}]\n")
+    code, _, errors = run("simulate", str(path), "--policy", "static")
+    assert code == 2
+    assert "not known of 'mine'" in errors
+
+
+def test_nothing_idles_less_than_not_at_all(run):
+    code, written, _ = run("plan", "A100", "--workload", "resnet50-imagenet")
+    assert code == 0
+    assert "-0.0" not in written
+
+
+def test_who_reads_may_stop():
+    program = "import sys; from lightning_hetero.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "plan", *B]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert errors == b""
 
 
 def test_an_unknown_policy_is_refused(run):

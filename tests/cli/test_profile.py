@@ -165,3 +165,21 @@ def test_one_size_is_not_enough():
 
 def test_the_launcher_starts_the_script(profile, tmp_path):
     assert profile(FAKE, "--launcher", f"env LAUNCHED=1 {sys.executable}")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        (["--output", "/no/device.json"], 2, "a folder that exists"),
+        (["--output", "/tmp"], 2, "a folder that exists"),
+        (["--launcher", "no-such-launcher"], 1, "'no-such-launcher' cannot be started"),
+    ],
+)
+def test_what_cannot_be_written_or_started_is_said_before_a_measurement(tmp_path, capsys, options, code, says):
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit('it ran')")
+    options = ["--output", str(tmp_path / "device.json"), *options]
+    assert cli.main(["profile", *options, str(script)]) == code
+    errors = capsys.readouterr().err
+    assert says in errors
+    assert "it ran" not in errors

@@ -221,26 +221,30 @@ class Cluster:
         """Return the cluster with more workers."""
         return replace(self, workers=(*self.workers, *workers))
 
-    def dropped(self, names: Sequence[str]) -> "Cluster":
+    def dropped(self, names: Sequence[str], of: int | None = None) -> "Cluster":
         """Return the cluster without the last worker of each name; ``2xT4`` names two.
+
+        Args:
+            names: of the workers to leave out.
+            of: number of the first workers, of which some may be left out; all of them by default.
 
         Raises:
             UnknownNameError: if there is no such worker.
             ValueError: if none would be left.
         """
-        left = list(self.workers)
+        left, kept = list(self.workers[:of]), self.workers[len(self.workers) if of is None else of :]
         for entry in names:
             match = re.fullmatch(r"(\d+)\s*[x*]\s*(.+)", entry.strip())
             count, name = (int(match[1]), match[2]) if match else (1, entry.strip())
             for _ in range(count):
                 at = [i for i, worker in enumerate(left) if worker.name.lower() == name.lower()]
                 if not at:
-                    there = list(dict.fromkeys(worker.name for worker in left))
-                    raise UnknownNameError(
-                        f"there is no worker {name!r} (any more) to leave out.{closest(name, there)} "
-                        f"The workers are {', '.join(there[:20])}."
-                    )
+                    there = list(dict.fromkeys(worker.name for worker in self.workers[:of]))
+                    number = sum(worker.name.lower() == name.lower() for worker in self.workers[:of])
+                    few = f"there are only {number} workers {name!r} to leave out." if number else ""
+                    unknown = f"there is no worker {name!r} to leave out.{closest(name, there)}"
+                    raise UnknownNameError(f"{few or unknown} The workers are {', '.join(there[:20])}.")
                 left.pop(at[-1])
-        if not left:
+        if not left and not kept:
             raise ValueError("all workers would be left out; leave one at least.")
-        return replace(self, workers=tuple(left))
+        return replace(self, workers=(*left, *kept))

@@ -39,6 +39,7 @@ TIMES_KEYS = (*WORKER_KEYS, "count")
 PROFILE_KEYS = ("profile", "count", "memory", "price", "name")
 COUNTED = re.compile(r"(?P<count>[1-9]\d*)\s*[x*]\s*(?P<name>.+)")
 FILES = (".yaml", ".yml", ".json")
+MOST_WORKERS = 100_000
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,15 @@ def _published(name: str, given: Given) -> Worker:
 
 def _counted(text: str) -> tuple[int, str]:
     match = COUNTED.fullmatch(text.strip())
-    return (int(match["count"]), match["name"].strip()) if match else (1, text.strip())
+    return (_workers_count(match["count"]), match["name"].strip()) if match else (1, text.strip())
+
+
+def _workers_count(text: object) -> int:
+    """Return a number of workers that a plan can be made for."""
+    count = parse_count(text)
+    if count > MOST_WORKERS:
+        raise ValueError(f"{count} workers are too many; a cluster has at most {MOST_WORKERS}.")
+    return count
 
 
 def _of_file(entry: Entry, given: Given) -> Cluster:
@@ -230,11 +239,11 @@ def _workers(entry: Entry, given: Given, recorded: list[Cluster]) -> list[Worker
         found = fields["device"].parsed(listed)
     else:
         fields = entry.fields(TIMES_KEYS, ("q", "s", "k", "m"))
-        return [_times(entry)] * (fields["count"].parsed(parse_count) if "count" in fields else 1)
+        return [_times(entry)] * (fields["count"].parsed(_workers_count) if "count" in fields else 1)
     changes = {name: fields[name].parsed(parse_number) for name in ("error", "jitter", "price") if name in fields}
     memory = {"memory": fields["memory"].parsed(parse_count)} if "memory" in fields else {}
     named = {"name": fields["name"].text()} if "name" in fields else {}
-    count = fields["count"].parsed(parse_count) if "count" in fields else 1
+    count = fields["count"].parsed(_workers_count) if "count" in fields else 1
     return [replace(worker, **changes, **memory, **named) for worker in found] * count  # type: ignore[arg-type]
 
 

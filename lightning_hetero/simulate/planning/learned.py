@@ -1,9 +1,11 @@
 """Course of a policy on a cluster: its splits over time, and how close to the optimum they come."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lightning_hetero.simulate.devices.catalog import published_devices
 from lightning_hetero.simulate.planning.cluster import Cluster, Link
 from lightning_hetero.simulate.planning.tables import table
 from lightning_hetero.simulate.planning.units import format_seconds
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
     from lightning_hetero.simulate.cluster.link_profile import LinkProfile
     from lightning_hetero.simulate.cluster.result import SimulationResult
 
-__all__ = ["LearnedAnswer", "PlanChange", "learned_text", "link_profile", "simulate_cluster"]
+__all__ = ["LearnedAnswer", "PlanChange", "learned_text", "link_profile", "rated_speeds", "simulate_cluster"]
 
 MOST_BUCKETS = 64
 SHOWN_PLANS = 6
@@ -107,7 +109,7 @@ def simulate_cluster(
         seed: of the jitter.
 
     Raises:
-        ValueError: if the total is not known, or something does not fit.
+        ValueError: if the total is not known, something does not fit, or the policy needs what is not known.
 
     Example:
         >>> from lightning_hetero.simulate.planning.cluster import Worker
@@ -121,7 +123,9 @@ def simulate_cluster(
 
     total, devices = checked_total(cluster, total_batch_size), [worker.profile() for worker in cluster.workers]
     link = link_profile(cluster.link, len(devices))
-    result = ClusterSimulator(devices, total, link=link, policy=policy, seed=seed).run(steps)
+    capacities = rated_speeds([worker.name for worker in cluster.workers]) if policy == "static" else ()
+    simulator = ClusterSimulator(devices, total, link=link, policy=policy, seed=seed, capacities=capacities)
+    result = simulator.run(steps)
     return LearnedAnswer(
         total_batch_size=total,
         policy=policy,
@@ -137,6 +141,26 @@ def simulate_cluster(
         plans=tuple(PlanChange(e.step, e.plan.local_batch_sizes, e.reason) for e in result.plans),
         result=result,
     )
+
+
+def rated_speeds(names: Sequence[str]) -> tuple[float, ...]:
+    """Return the FLOP/s of devices of the table, by which the static policy splits.
+
+    Raises:
+        ValueError: if one is not in the table.
+
+    Example:
+        >>> rated_speeds(["V100", "T4"])
+        (13.5902, 4.9034)
+    """
+    known = published_devices()
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"policy 'static' splits by the FLOP/s of each worker, which are not known of {name!r}. Name workers "
+                "as in the table (`lightning-hetero plan --list`), or choose another policy."
+            )
+    return tuple(known[name].tflops for name in names)
 
 
 def _whole(steps: float) -> int | None:

@@ -20,7 +20,7 @@ def check_picture(path: str) -> str:
     """Return the path of a picture if its ending names a format.
 
     Raises:
-        ValueError: if it does not.
+        ValueError: if it does not, or cannot be written.
 
     Example:
         >>> check_picture("plan.svg")
@@ -28,6 +28,8 @@ def check_picture(path: str) -> str:
     """
     if Path(path).suffix not in FORMATS:
         raise ValueError(f"{path!r} does not end in {', '.join(FORMATS)}, of which one chooses the format.")
+    if Path(path).is_dir() or not Path(path).parent.is_dir():
+        raise ValueError(f"{path!r} cannot be written: give a file in a folder that exists.")
     return path
 
 

@@ -73,12 +73,16 @@ def _row(group: Sequence[WorkerAnswer]) -> tuple[str, ...]:
         name,
         _range([worker.local_batch_size for worker in group], "{:d}"),
         format_seconds(max(worker.compute_time for worker in group)),
-        f"{sum(worker.idle_share for worker in group) / len(group):.1%}",
+        _percent(sum(worker.idle_share for worker in group) / len(group)),
         f"{max(used):.0%} of {first.memory}" if used else "-",
         f"{first.alone:.4g}/s",
-        f"{first.brings:.1%}",
+        _percent(first.brings),
         " and ".join("link" if kind == "communication" else "computing" for kind in limited),
     )
+
+
+def _percent(share: float) -> str:
+    return f"{round(share, 3) + 0.0:.1%}"  # no -0.0 %
 
 
 def _range(values: Sequence[int], shown: str) -> str:
@@ -118,8 +122,8 @@ def _leave_out(answer: PlanAnswer) -> str:
         return f"all but a {fastest.name}: alone it trains {fastest.alone:.4g} samples/s"
     name = answer.workers[answer.leave_out].name
     if answer.gain_without_it < LEAST_GAIN:
-        lost = max(-answer.gain_without_it, 0.0)
-        return f"nobody: the one that is missed least, a {name}, brings {lost:.1%} of the speed"
+        lost = _percent(max(-answer.gain_without_it, 0.0))
+        return f"nobody: the one that is missed least, a {name}, brings {lost} of the speed"
     text = f"a {name}: the others are {answer.gain_without_it:.1%} faster without it"
     together = [answer.workers[i].name for i in answer.leave_out_together]
     if len(together) > 1:
