@@ -22,13 +22,7 @@ from lightning_hetero.simulate.planning.recorded import (
     of_record,
     worker_of,
 )
-from lightning_hetero.simulate.planning.units import (
-    parse_bytes,
-    parse_count,
-    parse_number,
-    parse_rate,
-    parse_seconds,
-)
+from lightning_hetero.simulate.planning.units import parse_bytes, parse_count, parse_number, parse_rate, parse_seconds
 
 __all__ = ["Given", "named_workers", "parse_model", "parse_prices", "read_cluster"]
 
