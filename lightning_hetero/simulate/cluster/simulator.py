@@ -107,6 +107,9 @@ class ClusterSimulator:
         names = checked_names(devices, names)
         if len(capacities) not in (0, len(devices)):
             raise ValueError(f"capacities has {len(capacities)} entries for {len(devices)} devices; give one for each.")
+        for i, capacity in enumerate(capacities):
+            check_number(f"capacities[{i}]", capacity, low=0.0, include_low=False)
+        check_choice("staleness", staleness, (0, 1))
         cluster = ClusterState(devices, names, link, min_local, tuple(map(float, capacities)))
         if factors is None:
             factors = ProfileFactors(devices, [seed + i for i in range(len(devices))], link.jitter, seed)
@@ -253,7 +256,7 @@ def exchange_of(compression: Any, staleness: int, cluster: ClusterState) -> Mess
         raise TypeError(f"compression={compression!r} must be BlockTopK settings, such as BlockTopK(density=0.01).")
     if cluster.size < 2:
         raise ValueError("compression needs two workers at least: one sends nothing. Leave it out.")
-    stale = bool(check_choice("staleness", staleness, (0, 1)))
+    stale = bool(staleness)
     return MessageExchange(compression, cluster.link, cluster.size, may_be_stale=stale)
 
 

@@ -179,3 +179,22 @@ def test_a_simulation_needs_neither_torch_nor_a_trainer():
         "sys.exit('torch' in sys.modules or 'lightning' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"staleness": -1}, "staleness=-1"),
+        ({"staleness": 2}, "staleness=2"),
+        ({"policy": "static", "capacities": [1.0, 0.0]}, r"capacities\[1\]=0.0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(wrong, says):
+    device = DeviceProfile(q=0.001, s=0.01, k=0.002, m=0.02)
+    with pytest.raises(ValueError, match=says):
+        ClusterSimulator([device, device], 16, **wrong)
+
+
+def test_devices_that_take_no_time():
+    result = ClusterSimulator([DeviceProfile(0, 0, 0, 0)] * 2, 16, policy="even").run(4)
+    assert result.seconds.tolist() == [0.0] * 4

@@ -70,7 +70,8 @@ class StepTimes:
     @property
     def idle(self) -> Array:
         """Share of each step for which each worker computes nothing."""
-        return np.asarray(1.0 - (self.a + self.p) / self.seconds[:, None])
+        seconds = np.maximum(self.seconds[:, None], 1e-300)  # a step of devices that take no time takes none
+        return np.asarray(1.0 - (self.a + self.p) / seconds)
 
     def observed(self, since: int = 0) -> StepObservations:
         """Return what the workers' timers see of the steps from ``since`` on, as a run's would."""
