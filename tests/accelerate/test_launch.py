@@ -407,6 +407,6 @@ def test_what_is_not_installed_is_named(monkeypatch, capsys):
 
 def test_unknown_command(capsys):
     assert cli.main(["lunch"]) == 2
-    assert "unknown command 'lunch'. Commands are config, launch, profile-convergence" in capsys.readouterr().err
+    assert "unknown command 'lunch'. Commands are config, launch, plan, profile, profile-convergence" in capsys.readouterr().err
     assert cli.main([]) == 2
     assert cli.main(["--help"]) == 0
