@@ -407,6 +407,7 @@ def test_what_is_not_installed_is_named(monkeypatch, capsys):
 
 def test_unknown_command(capsys):
     assert cli.main(["lunch"]) == 2
-    assert "unknown command 'lunch'. Commands are config, launch, plan, profile, profile-convergence" in capsys.readouterr().err
+    commands = "config, launch, plan, profile, profile-convergence"
+    assert f"unknown command 'lunch'. Commands are {commands}" in capsys.readouterr().err
     assert cli.main([]) == 2
     assert cli.main(["--help"]) == 0
