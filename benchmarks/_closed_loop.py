@@ -5,12 +5,13 @@ bisection over integer splits.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from _clusters import EXCHANGE, LBBSP, WORKLOADS
 
 from lightning_hetero.comm.agreement.sync_schedule import SyncSchedule
 from lightning_hetero.comm.timing.settings import SETTINGS
@@ -19,12 +20,8 @@ from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import Decision, PlanContext, Planner, Proposal
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
-from lightning_hetero.core.policies.proportional import ProportionalPlanner
 
 Array = npt.NDArray[np.float64]
-
-EXCHANGE = 1.5e-3
-"""Seconds of an exchange without its decision."""
 
 
 @dataclass(frozen=True)
@@ -160,41 +157,10 @@ class Noise:
         return np.asarray(np.exp(self.rng.standard_normal((steps, workers)) * self.sigma))
 
 
-NOISES: dict[str, dict[str, float]] = {
-    "0 %": {"sigma": 0.0},
-    "2 %": {"sigma": 0.02},
-    "8 %": {"sigma": 0.08},
-    "15 %": {"sigma": 0.15},
-    "8 % half slow": {"sigma": 0.08, "slow": 0.5},
-    "2 % spikes": {"sigma": 0.02, "spikes": 0.03},
-}
-
 # clusters: speeds relative to the fastest worker
 
 
-def many(workers: int) -> tuple[float, ...]:
-    """Three generations of devices, a quarter, a quarter and a half, each within 7 % of its kind."""
-    quarter = workers // 4
-    kinds = np.repeat([1.0, 0.5, 1 / 3.42], [quarter, quarter, workers - 2 * quarter])
-    return tuple(kinds * np.random.default_rng(1).uniform(0.93, 1.07, workers))
-
-
-CLUSTERS: dict[str, tuple[float, ...]] = {
-    "A": (1.0, 0.64, 0.27),
-    "B": (1.0,) * 4 + (0.5,) * 4 + (1 / 3.42,) * 8,
-    "C": tuple(np.linspace(1.0, 0.25, 16)),
-    "100": many(100),
-    "1000": many(1000),
-}
-
 # seconds per sample of the fastest worker, fixed seconds outside of and in backward, bytes of gradients
-WORKLOADS: dict[str, tuple[float, float, float, float]] = {
-    "ResNet50": (2.5e-3, 0.010, 0.008, 102e6),
-    "ResNet18": (1.0e-4, 0.006, 0.004, 44e6),
-    "DeepSpeech2": (1.5e-2, 0.012, 0.010, 208e6),
-    "BERT": (2.0e-2, 0.015, 0.012, 440e6),
-    "NeuMF": (6e-6, 0.003, 0.002, 21e6),
-}
 
 
 def job(speeds: Sequence[float], workload: str = "ResNet50", *, gbit: float = 10.0, forward: float = 0.35) -> Truth:
@@ -239,37 +205,6 @@ def totals(truth: Truth) -> dict[str, int]:
 
 
 @dataclass
-class LBBSP:
-    """LB-BSP as Cannikin describes it: the slowest worker hands five samples to the fastest, look by look."""
-
-    moves_total: bool = False
-    step: int = 5
-
-    def initial(self, context: PlanContext) -> Proposal | None:
-        return None
-
-    def decide(self, observations: StepObservations, current: BatchPlan, context: PlanContext) -> Decision:
-        sizes = np.array(current.local_batch_sizes)
-        seconds = np.median(observations.compute, axis=0)
-        slow, fast = int(np.argmax(np.where(sizes > 1, seconds, 0.0))), int(np.argmin(seconds))
-        move = min(self.step, int(sizes[slow]) - 1)
-        if slow == fast or move < 1 or seconds[slow] < 1.02 * seconds[fast]:
-            return Decision(self)
-        sizes[slow] -= move
-        sizes[fast] += move
-        return Decision(self, Proposal(BatchPlan(current.total_batch_size, tuple(sizes.tolist())), "five samples"))
-
-    def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
-        return None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def loaded(self, state: dict[str, Any]) -> "LBBSP":
-        return self
-
-
-@dataclass
 class Oracle(LBBSP):
     """Knows all speeds at each look, and whether they move, and takes the exact optimum.
 
@@ -285,15 +220,6 @@ class Oracle(LBBSP):
         plan = BatchPlan(context.total_batch_size, tuple(sizes.tolist()))
         moving, self.before = self.truth is not self.before and self.before is not None, self.truth
         return Decision(self, None if plan == current else Proposal(plan, "known"), moving=moving)
-
-
-POLICIES: dict[str, Callable[[], Planner | None]] = {
-    "perf_model": PerfModelPlanner,
-    "pid": ProportionalPlanner,
-    "lb_bsp": LBBSP,
-    "even": lambda: None,
-    "oracle": Oracle,
-}
 
 
 @dataclass
