@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from _clusters import EXCHANGE, LBBSP, WORKLOADS
+from _clusters import EXCHANGE, LBBSP
 
 from lightning_hetero.comm.agreement.sync_schedule import SyncSchedule
 from lightning_hetero.comm.timing.settings import SETTINGS
@@ -161,44 +161,6 @@ class Noise:
 
 
 # seconds per sample of the fastest worker, fixed seconds outside of and in backward, bytes of gradients
-
-
-def job(speeds: Sequence[float], workload: str = "ResNet50", *, gbit: float = 10.0, forward: float = 0.35) -> Truth:
-    """A workload on workers of these speeds, joined by a ring; three tenths of fixed times follow the speed."""
-    (per_sample, outside, inside, num_bytes), v = WORKLOADS[workload], np.asarray(speeds, float)
-    fixed, ring = 0.7 + 0.3 / v, 2 * (len(v) - 1) / len(v) * num_bytes / (gbit / 8 * 1e9)
-    buckets = max(2, int(np.ceil(num_bytes / 25e6)) + 1)
-    return Truth(
-        forward * per_sample / v,
-        outside * fixed,
-        (1 - forward) * per_sample / v,
-        inside * fixed,
-        t_o=ring * (1 - 1 / buckets),
-        t_u=ring / buckets,
-        buckets=buckets,
-    )
-
-
-def totals(truth: Truth) -> dict[str, int]:
-    """Totals at which the optimum is bound by communication, by both, and by computing."""
-    grid = np.unique(np.geomspace(2 * truth.workers, 80_000 * truth.workers, 160).astype(int))
-    bound = []
-    for total in grid:
-        seconds = truth.optimum(int(total))
-        b = np.maximum((seconds - truth.t_u - truth.s - truth.m) / (truth.q + truth.k), 1.0)
-        bound.append(int(((1 - truth.gamma) * (truth.k * b + truth.m) >= truth.t_o).sum()))
-    computing = np.array(bound)
-    none, every = np.flatnonzero(computing == 0), np.flatnonzero(computing == truth.workers)
-    found = {}
-    if len(none):
-        found["communication"] = int(grid[none[int(len(none) * 0.85)]])
-    if len(none) and len(every):
-        between = slice(int(none[-1]), int(every[0]) + 1)
-        half = int(np.argmin(np.abs(computing[between] - truth.workers / 2)))
-        found["mixed"] = int(grid[between][half])
-    if len(every):
-        found["compute"] = int(grid[every[0]] * 3)
-    return found
 
 
 # policies
