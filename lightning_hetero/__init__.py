@@ -4,10 +4,10 @@ Importing the package registers the strategy's names. The public names below are
 torch and Lightning only when they are needed.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from _lightning_hetero_autoload import boot
+from lightning_hetero.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
     from lightning_hetero.callbacks import AdaptiveBatchCallback as AdaptiveBatchCallback
@@ -47,17 +47,6 @@ _EXPORTS = {
 
 __all__ = ["__version__", *_EXPORTS]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_EXPORTS[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
+__getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)
 
 boot()

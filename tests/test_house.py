@@ -23,6 +23,7 @@ LAYERS = (
     *("engine", "elastic"),
     *("comm", "optim", "compression", "data", "datasets", "config", "hardware", "probe_job"),
     "core",
+    "lazy_exports",
 )
 TRAINERS = ("lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "transformers")
 FREE_OF_TRAINERS = LAYERS[LAYERS.index("session") :]

@@ -14,7 +14,8 @@ import pytest
 
 import _lightning_hetero_autoload as autoload
 import lightning_hetero
-from lightning_hetero import core
+from lightning_hetero import accelerate, comm, core, simulate
+from lightning_hetero.simulate import planning
 from lightning_hetero.strategies._registration import register
 
 NAMESPACES = {
@@ -172,7 +173,10 @@ def test_public_names_and_their_homes_agree():
     assert set(lightning_hetero.__all__) <= set(dir(lightning_hetero))
 
 
-@pytest.mark.parametrize("package", [lightning_hetero, core], ids=lambda package: package.__name__)
+LAZY = [lightning_hetero, accelerate, comm, core, simulate, planning]
+
+
+@pytest.mark.parametrize("package", LAZY, ids=lambda package: package.__name__)
 def test_type_checkers_see_the_public_names(package):
     """They read imports only, and take those under another name, be it the same one, for public."""
     tree = ast.parse(Path(package.__file__).read_text())

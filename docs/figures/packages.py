@@ -34,6 +34,7 @@ ROLES = {
     "engine": "averages gradients",
     "frontend": "shared by adapters",
     "hardware": "identity, capacity",
+    "lazy_exports": "imports on first use",
     "optim": "optimizer steps",
     "probe_job": "probe trainings",
     "session": "your own loop",

@@ -5,8 +5,9 @@ Cannikin, D dynamic batching, A Adaptive SGD, S StellaTrain, as in ``C eq. 9``. 
 use: a run loads no policy but its own.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lightning_hetero.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
     from lightning_hetero.core.as_published import bootstrap_sizes as bootstrap_sizes
@@ -154,14 +155,4 @@ _EXPORTS = {
 
 __all__ = [*_EXPORTS]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_EXPORTS[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

@@ -3,8 +3,9 @@
 The names below are imported on first use.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lightning_hetero.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
     from lightning_hetero.simulate.planning.answer import Epoch as Epoch
@@ -22,30 +23,22 @@ if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
     from lightning_hetero.simulate.planning.recorded import record as record
 
 _EXPORTS = {
-    "Cluster": "cluster",
-    "Epoch": "answer",
-    "Given": "cluster_file",
-    "LearnedAnswer": "learned",
-    "Link": "cluster",
-    "LinkAnswer": "answer",
-    "PlanAnswer": "answer",
-    "Worker": "cluster",
-    "WorkerAnswer": "answer",
-    "plan_cluster": "figures",
-    "read_cluster": "cluster_file",
-    "record": "recorded",
-    "simulate_cluster": "learned",
+    "Cluster": "lightning_hetero.simulate.planning.cluster",
+    "Epoch": "lightning_hetero.simulate.planning.answer",
+    "Given": "lightning_hetero.simulate.planning.cluster_file",
+    "LearnedAnswer": "lightning_hetero.simulate.planning.learned",
+    "Link": "lightning_hetero.simulate.planning.cluster",
+    "LinkAnswer": "lightning_hetero.simulate.planning.answer",
+    "PlanAnswer": "lightning_hetero.simulate.planning.answer",
+    "Worker": "lightning_hetero.simulate.planning.cluster",
+    "WorkerAnswer": "lightning_hetero.simulate.planning.answer",
+    "plan_cluster": "lightning_hetero.simulate.planning.figures",
+    "read_cluster": "lightning_hetero.simulate.planning.cluster_file",
+    "record": "lightning_hetero.simulate.planning.recorded",
+    "simulate_cluster": "lightning_hetero.simulate.planning.learned",
 }
-"""Name -> module here that defines it."""
+"""Module of each public name."""
 
 __all__ = [*_EXPORTS]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)
