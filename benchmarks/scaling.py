@@ -60,13 +60,14 @@ def row_of(workers: int) -> dict[str, Any]:
     simulator = ClusterSimulator(devices, total, link=link, policy=planner, seed=1)
     simulator.advance(STEPS)
     simulated = time.process_time() - begin
-    while workers > 100 and planner.log[-1].observations.num_steps < SETTINGS.max_steps and simulator.step < 2000:
+    kept = SETTINGS.of(workers).max_steps
+    while workers > 100 and planner.log[-1].observations.num_steps < kept and simulator.step < 2000:
         simulator.advance(STEPS)  # until a round has full tables, as all have whose interval is as long
     result = simulator.result
     last = planner.log[-1]
-    table = np.full((SETTINGS.max_steps, 1 + FIELDS + link.buckets), np.nan)
+    table = np.full((kept, 1 + FIELDS + link.buckets), np.nan)
     seen = last.observations
-    rows = min(seen.num_steps, SETTINGS.max_steps)
+    rows = min(seen.num_steps, kept)
     tables = np.tile(table, (workers, 1, 1))
     tables[:, -rows:, 0] = np.arange(rows)
     for i, name in enumerate(seen.FIELDS):
@@ -90,6 +91,7 @@ def row_of(workers: int) -> dict[str, Any]:
     return {
         "workers": workers,
         "step_ms": 1e3 * step,
+        "rows": kept,
         "gathered_mb": gathered / 1e6,
         "gather_ms": 1e3 * transfer,
         "match_ms": 1e3 * match,

@@ -18,6 +18,7 @@ from lightning_hetero.comm.gradients.loss_weighting import LossWeighting
 from lightning_hetero.comm.link.diagnosis import LinkDiagnosis
 from lightning_hetero.comm.noise.collector import NoiseCollector
 from lightning_hetero.comm.timing.clock import agreed_clock
+from lightning_hetero.comm.timing.settings import SETTINGS
 from lightning_hetero.comm.timing.step_timer import StepTimer
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry, PlanHistory
@@ -66,7 +67,7 @@ class EngineParts:
         self.control = ControlPlane(rank, world_size, timeout=timeout)
         self.control.require_equal("the settings of the strategy", config.fingerprint())
         cores = cpu_quota() if device.type == "cpu" else None
-        self.observer = StepTimer(agreed_clock(device, self.control), cores=cores)
+        self.observer = StepTimer(agreed_clock(device, self.control), cores=cores, settings=SETTINGS.of(world_size))
         topology = Topology.form(config.hierarchy, self.control, timeout)
         self.hook_state = HookState(self.observer, world_size, topology=topology)
         self.compression = GradientCompression.of(config, self.control, self.hook_state)

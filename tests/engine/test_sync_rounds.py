@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_hetero.comm.timing.settings import TimingSettings
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.policies.base import Decision, Proposal
@@ -75,6 +76,15 @@ def test_observations_stay_until_there_are_newer_ones():
     assert steps > 0
     engine.exchange(StaticPlanner(), not_before=(0, 8))
     assert engine.observations().num_steps == steps
+
+
+def test_a_large_cluster_sends_its_newest_steps_only(monkeypatch):
+    monkeypatch.setattr("lightning_hetero.engine.parts.SETTINGS", TimingSettings(min_steps=3, all_rows=5))
+    engine = alone()
+    train(engine, *range(20))
+    engine.exchange(StaticPlanner(), not_before=(0, 20))
+    assert engine.observations().num_steps == 5
+    assert len(engine.observer.take()) == 5
 
 
 def test_plans_of_the_running_epoch_are_kept():

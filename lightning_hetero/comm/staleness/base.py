@@ -19,6 +19,7 @@ from lightning_hetero.comm.gradients.averager import Future
 from lightning_hetero.comm.gradients.stale_averager import StaleAverager
 from lightning_hetero.comm.timing.bucket_timer import BucketTimer, combine
 from lightning_hetero.comm.timing.clock import Clock
+from lightning_hetero.comm.timing.settings import SETTINGS
 from lightning_hetero.core.link.bandwidth import LinkEstimate
 from lightning_hetero.core.link.staleness import BucketTimes, StaleChoice, choose_synchronous
 
@@ -58,7 +59,7 @@ class MeasuredStaleness(StaleAverager):
         self.hysteresis, self.clock = hysteresis, clock
         self.link = LinkEstimate()
         self._hold = hold
-        self._timer = BucketTimer(clock)
+        self._timer = BucketTimer(clock, SETTINGS.of(world_size))
 
     # what the two kinds say of themselves
 

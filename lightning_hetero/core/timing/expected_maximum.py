@@ -10,6 +10,11 @@ __all__ = ["expected_maximum", "larger_error"]
 
 Array = npt.NDArray[np.float64]
 
+MANY = 500
+"""Values from which on those that are nearly alike are counted together."""
+ALIKE = 0.05
+"""Width of the bins of such values: in deviations for means, and as a ratio for deviations."""
+
 
 def expected_maximum(mean: Array, deviation: Array) -> tuple[float, float]:
     """Return the mean and standard deviation of the largest of independent normal values.
@@ -37,15 +42,34 @@ def expected_maximum(mean: Array, deviation: Array) -> tuple[float, float]:
     if not near.any():  # the largest is certain
         return low, 0.0
     mean, deviation = mean[near], np.maximum(deviation[near], 1e-9 * widest)
+    count = np.ones(len(mean))
+    if len(mean) > MANY:
+        mean, deviation, count = counted_together(mean, deviation)
     x = np.linspace(low, float((mean + 6.0 * deviation).max()), 33)
-    below = ndtr((x[:, None] - mean) / deviation).prod(axis=1)
+    below = (ndtr((x[:, None] - mean) / deviation) ** count).prod(axis=1)
     way = below - below[0] + (x - low) / (x[-1] - low)  # finer where it rises: some deviations may be far smaller
     x = np.interp(np.linspace(0.0, way[-1], 65), way, x)
-    above = 1.0 - ndtr((x[:, None] - mean) / deviation).prod(axis=1)
+    above = 1.0 - (ndtr((x[:, None] - mean) / deviation) ** count).prod(axis=1)
     weight = np.convolve(np.diff(x), [0.5, 0.5])  # trapezoids
     first = float(weight @ above)
     second = 2.0 * float(weight @ (above * (x - low))) - first**2
     return low + first, math.sqrt(max(second, 0.0))
+
+
+def counted_together(mean: Array, deviation: Array) -> tuple[Array, Array, Array]:
+    """Return means and deviations of bins of values that are nearly alike, and the number of values in each.
+
+    Example:
+        >>> mean, deviation, count = counted_together(np.array([1.0, 1.001, 2.0]), np.full(3, 0.1))
+        >>> mean.round(4).tolist(), count.tolist()
+        ([1.0005, 2.0], [2.0, 1.0])
+    """
+    level = np.floor(np.log(deviation) / math.log1p(ALIKE))
+    place = np.floor((mean - mean.min()) / (ALIKE * np.exp(level * math.log1p(ALIKE))))
+    code = level - level.min() + (np.ptp(level) + 1.0) * place
+    _, which, number = np.unique(code, return_inverse=True, return_counts=True)
+    count = number.astype(float)
+    return np.bincount(which, mean) / count, np.bincount(which, deviation) / count, count
 
 
 def larger_error(x: Array, x_error: Array, y: Array, y_error: Array, covariance: Array) -> Array:

@@ -115,6 +115,11 @@ def _train(rank, world_size, schedule, kwargs):
     return np.stack(given), owed
 
 
+def test_many_ranks_time_fewer_steps_of_each():
+    averager = DenseStaleAverager(1, {"w": torch.zeros(8)}, world_size=4000, clock=HostClock())
+    assert averager._timer.take(2).shape == (16, 4)
+
+
 def check(schedule, world_size=2, **kwargs):
     expected, owed = by_hand(schedule, world_size)
     results = run_ranks(_train, world_size, world_size, schedule, kwargs)

@@ -61,9 +61,23 @@ def test_defaults_are_frozen():
         "max_steps": 32,
         "warm_up_steps": 3,
         "change_costs": 2,
+        "min_steps": 8,
+        "all_rows": 64_000,
     }
     with pytest.raises(FrozenInstanceError):
         SETTINGS.max_steps = 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kept"), [(1, 32), (2000, 32), (2001, 31), (4000, 16), (8000, 8), (10_000, 8), (1_000_000, 8)]
+)
+def test_the_more_ranks_the_fewer_steps_of_each(ranks, kept):
+    assert SETTINGS.of(ranks) == replace(SETTINGS, max_steps=kept)
+
+
+def test_few_steps_stay_few():
+    assert TimingSettings(max_steps=4).of(10_000).max_steps == 4
+    assert TimingSettings(min_steps=3, all_rows=8).of(4).max_steps == 3
 
 
 @pytest.mark.parametrize("kept", [1, 4, 7])

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from lightning_hetero.core.timing import expected_maximum as module
 from lightning_hetero.core.timing.expected_maximum import expected_maximum, larger_error
 
 
@@ -42,6 +43,18 @@ def test_values_of_very_unlike_deviations_against_a_fine_quadrature(seed):
 def test_the_largest_of_one_or_two_alike_is_known_exactly(n, expected, spread):
     found = expected_maximum(np.full(n, 5.0), np.full(n, 2.0))
     assert found == pytest.approx((5.0 + 2 * expected, 2 * spread), abs=0.003 * 2)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_many_values_are_as_if_each_were_counted_by_itself(seed, monkeypatch):
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(501, 4000))
+    deviation = rng.uniform(0.01, 0.03, 3)[rng.integers(0, 3, n)] * rng.uniform(0.9, 1.1, n)
+    mean = rng.uniform(1, 1 + 0.2 * rng.random(), n)
+    found = expected_maximum(mean, deviation)
+    assert len(module.counted_together(mean, deviation)[0]) < n
+    monkeypatch.setattr(module, "MANY", n)
+    assert found == pytest.approx(expected_maximum(mean, deviation), abs=0.004 * float(deviation.max()))
 
 
 def test_without_deviation_it_is_the_largest():

@@ -17,6 +17,7 @@ from lightning_hetero.comm.gradients.averager import Future, GradientAverager
 from lightning_hetero.comm.gradients.nonfinite import DroppedSteps, all_finite, clear
 from lightning_hetero.comm.gradients.squared_norms import BucketSquares
 from lightning_hetero.comm.timing.message_timer import MessageTimer
+from lightning_hetero.comm.timing.settings import SETTINGS
 from lightning_hetero.compression.block_gradient import BlockGradient, BlockMarks
 from lightning_hetero.compression.encoder_choice import encoder_for
 from lightning_hetero.compression.encoder_protocol import DeviceEncoder, HostEncoder
@@ -58,7 +59,7 @@ class BlockTopKAverager(GradientAverager):
         self.topology = context.topology or Topology.flat_over(control.rank, control.world_size)
         self.model = ModelBlocks.of(parameters, settings.block)
         self.path = self._path(parameters, hold_unused=context.hold_unused)
-        self.messages = MessageTimer(context.observer.clock, self.topology.size)
+        self.messages = MessageTimer(context.observer.clock, self.topology.size, SETTINGS.of(self.topology.size))
         self.step, self.dropped = 0, DroppedSteps()
         self.stale: StaleMessages | None = None
         self.paused, self.sparse_steps = False, 0.0

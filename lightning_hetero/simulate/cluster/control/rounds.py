@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from lightning_hetero.comm.agreement.sync_schedule import SyncSchedule
+from lightning_hetero.comm.timing.settings import SETTINGS
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry, PlanHistory
 from lightning_hetero.core.policies.base import PlanContext, Planner, load_planner
@@ -81,7 +82,7 @@ class VirtualRounds:
 
     def begin(self, cluster: ClusterState, total: int, step: int = 0) -> None:
         """Begin a run, or go on with other workers as one that was started anew from its checkpoint."""
-        self.timer = VirtualTimer(cluster.size) if self._given is None else self._given
+        self.timer = VirtualTimer(cluster.size, SETTINGS.of(cluster.size)) if self._given is None else self._given
         self.schedule = SyncSchedule(self._config.replan)
         self.schedule.done(step, self.schedule.next + step)
         proposal = cluster.workers.initial_plan(self._config, total, self.planner, None)

@@ -26,6 +26,11 @@ BASE = BlockTopK(density=0.125, block=8, value_dtype="float32", selector="exact"
 """Two of sixteen blocks a step, after one dense step."""
 
 
+def test_many_ranks_time_fewer_messages_of_each():
+    averager = BlockTopKAverager(BASE, context_of({"p": torch.zeros(64)}, world_size=4000))
+    assert averager.messages.take().shape == (16, 4002)
+
+
 def gradient(step):
     """Of two parameters, the second a thousandth as large: equal blocks at first, so that selectors have to choose."""
     generator = torch.Generator().manual_seed(step)

@@ -57,6 +57,13 @@ def test_rounds_take_what_a_function_makes_of_the_time_of_the_decision():
     np.testing.assert_allclose(result.clock, np.cumsum(result.seconds) + before)
 
 
+@pytest.mark.parametrize(("workers", "kept"), [(8, 32), (4000, 16)])
+def test_rounds_of_many_workers_see_fewer_steps_of_each(workers, kept):
+    planner, devices = RecordingPlanner(PerfModelPlanner()), [DeviceProfile(1e-3, 0.0, 2e-3, 0.0)] * workers
+    ClusterSimulator(devices, 2 * workers, policy=planner, replan=40).run(40)
+    assert [entry.observations.num_steps for entry in planner.log] == [kept]
+
+
 def test_the_prediction_of_the_time_model_is_near_the_step():
     result = ClusterSimulator(DEVICES, 300, link=LinkProfile(25e6, 1.25e9)).run(100)
     last = result.rounds[-1]
