@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_hetero.core.validation import check_int
+from lightning_hetero.core.validation import check_int, check_number
 from lightning_hetero.simulate.devices.device_profile import DeviceProfile
 
 __all__ = ["Join", "Leave", "WorkerChange", "checked_changes"]
@@ -17,6 +17,7 @@ class Join:
         step: from which step on, ``>= 0``.
         device: its profile.
         name: its hardware identity; by default the profile's name and the step.
+        capacity: its peak FLOP/s, where a simulation is given those of its workers.
 
     Example:
         >>> Join(100, DeviceProfile(0.001, 0, 0.002, 0, name="A100")).identity
@@ -26,9 +27,12 @@ class Join:
     step: int
     device: DeviceProfile
     name: str | None = None
+    capacity: float | None = None
 
     def __post_init__(self) -> None:
         check_int("step", self.step, minimum=0)
+        if self.capacity is not None:
+            check_number("capacity", self.capacity, low=0.0, include_low=False)
         if not isinstance(self.device, DeviceProfile):
             raise TypeError(f"device={self.device!r} of a Join must be a DeviceProfile.")
 
@@ -61,12 +65,20 @@ class Leave:
 WorkerChange = Join | Leave
 
 
-def checked_changes(names: Sequence[str], changes: Sequence[WorkerChange]) -> tuple[WorkerChange, ...]:
+def checked_changes(
+    names: Sequence[str], changes: Sequence[WorkerChange], capacities: bool = False
+) -> tuple[WorkerChange, ...]:
     """Return the changes in order, after a check that each can happen.
+
+    Args:
+        names: hardware identity of each worker at the beginning.
+        changes: in any order.
+        capacities: whether the capacities of these workers are known.
 
     Raises:
         TypeError: if one is neither a :class:`Join` nor a :class:`Leave`.
-        ValueError: if a worker joins twice, leaves that is not there, or none would be left.
+        ValueError: if a worker joins twice, leaves that is not there, or none would be left, or if the capacities of
+            some workers only are known.
 
     Example:
         >>> [change.step for change in checked_changes(["a", "b"], [Leave(9, "b"), Leave(3, "a")][:1])]
@@ -81,6 +93,11 @@ def checked_changes(names: Sequence[str], changes: Sequence[WorkerChange]) -> tu
         if isinstance(change, Join):
             if change.identity in there:
                 raise ValueError(f"{change.identity!r} joins at step {change.step} and is there already; name it anew.")
+            if (change.capacity is not None) != capacities:
+                raise ValueError(
+                    f"{change.identity!r} joins with capacity={change.capacity!r}; give the capacity of all workers "
+                    "(capacities= of the simulator, capacity= of each Join) or of none."
+                )
             there.append(change.identity)
         elif change.name not in there:
             raise ValueError(f"{change.name!r} leaves at step {change.step}; there are only {', '.join(there)}.")

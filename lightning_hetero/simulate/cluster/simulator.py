@@ -2,24 +2,27 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.compression.settings import BlockTopK
-from lightning_hetero.core.policies import POLICIES
-from lightning_hetero.core.policies.base import Planner, check_planner
-from lightning_hetero.core.policies.goodput import GoodputPlanner
+from lightning_hetero.core.policies.base import Planner
 from lightning_hetero.core.validation import check_choice, check_int, check_number
 from lightning_hetero.simulate.cluster.changes import Join, WorkerChange, checked_changes
+from lightning_hetero.simulate.cluster.checks import (
+    checked_capacities,
+    checked_devices,
+    checked_names,
+    checked_policy,
+    exchange_of,
+)
 from lightning_hetero.simulate.cluster.control.noise_trajectory import NoiseTrajectory
 from lightning_hetero.simulate.cluster.control.rounds import VirtualRounds
 from lightning_hetero.simulate.cluster.link_profile import LinkProfile
 from lightning_hetero.simulate.cluster.result import Recorder, SimulationResult
 from lightning_hetero.simulate.cluster.truth.factors import FactorStream, ProfileFactors
-from lightning_hetero.simulate.cluster.truth.messages import MessageExchange
 from lightning_hetero.simulate.cluster.truth.optimum import best_split
 from lightning_hetero.simulate.cluster.truth.state import ClusterState
 from lightning_hetero.simulate.cluster.truth.steps import StepRunner
@@ -105,16 +108,12 @@ class ClusterSimulator:
         check_int("seed", seed, minimum=0)
         check_int("min_local", min_local, minimum=1)
         names = checked_names(devices, names)
-        if len(capacities) not in (0, len(devices)):
-            raise ValueError(f"capacities has {len(capacities)} entries for {len(devices)} devices; give one for each.")
-        for i, capacity in enumerate(capacities):
-            check_number(f"capacities[{i}]", capacity, low=0.0, include_low=False)
         check_choice("staleness", staleness, (0, 1))
-        cluster = ClusterState(devices, names, link, min_local, tuple(map(float, capacities)))
+        cluster = ClusterState(devices, names, link, min_local, checked_capacities(devices, capacities))
         if factors is None:
             factors = ProfileFactors(devices, [seed + i for i in range(len(devices))], link.jitter, seed)
         self._record, self._seed = Recorder(), seed
-        self._events = checked_changes(names, events)
+        self._events = checked_changes(names, events, bool(capacities))
         self._restart = check_number("restart_seconds", restart_seconds, low=0.0)
         messages = None if compression is None else exchange_of(compression, staleness, cluster)
         self._steps = StepRunner(cluster, factors, self._record, messages)
@@ -189,13 +188,16 @@ class ClusterSimulator:
         if not due:
             return
         there = dict(zip(self.cluster.names, self.cluster.devices, strict=True))
+        known = dict(zip(self.cluster.names, self.cluster.capacities, strict=False))  # empty if they are not known
         for event in due:
             if isinstance(event, Join):
                 there[event.identity] = event.device
+                known |= {} if event.capacity is None else {event.identity: event.capacity}
             else:
                 del there[event.name]
         self._events = self._events[len(due) :]
-        self.change_workers(list(there.values()), list(there), restart_seconds=self._restart)
+        capacities = [known[name] for name in there] if known else ()
+        self.change_workers(list(there.values()), list(there), restart_seconds=self._restart, capacities=capacities)
 
     def optimum(self, total_batch_size: int | None = None) -> tuple[float, npt.NDArray[np.int64]]:
         """Return the least seconds of a step without jitter at the newest speeds, and a split that takes them.
@@ -228,7 +230,12 @@ class ClusterSimulator:
         self._steps.slow_down(factors, link)
 
     def change_workers(
-        self, devices: Sequence[DeviceProfile], names: Sequence[str], *, restart_seconds: float = 0.0
+        self,
+        devices: Sequence[DeviceProfile],
+        names: Sequence[str],
+        *,
+        restart_seconds: float = 0.0,
+        capacities: Sequence[float] = (),
     ) -> None:
         """Go on with other workers, as a run that is started anew from its checkpoint.
 
@@ -237,59 +244,20 @@ class ClusterSimulator:
             names: hardware identity of each: a worker of a former name goes on with its random numbers, and the planner
                 goes on with what it knows of it.
             restart_seconds: seconds that the restart takes.
+            capacities: peak FLOP/s of each, for policies that begin with them.
         """
         if self._steps.messages is not None:
             raise ValueError("workers that join or leave are not simulated with compression; leave one of them out.")
-        devices = checked_devices(devices)
-        self._steps.change_workers(devices, checked_names(devices, names), self._seed)
+        cluster = replace(
+            self._steps.undisturbed,
+            devices=checked_devices(devices),
+            names=checked_names(devices, names),
+            capacities=checked_capacities(devices, capacities),
+        )
+        self._steps.change_workers(cluster, self._seed)
         self._steps.wait(check_number("restart_seconds", restart_seconds, low=0.0))
         self._rounds.restart(self.cluster, self.step)
 
     def adopt(self, plan: BatchPlan, reason: str = "given") -> PlanEntry:
         """Make a plan that of the next steps, as an engine's ``adopt`` does."""
         return self._rounds.adopt(plan, reason, self.step, self.cluster)
-
-
-def exchange_of(compression: Any, staleness: int, cluster: ClusterState) -> MessageExchange:
-    """Return the exchange of compressed gradients."""
-    if not isinstance(compression, BlockTopK):
-        raise TypeError(f"compression={compression!r} must be BlockTopK settings, such as BlockTopK(density=0.01).")
-    if cluster.size < 2:
-        raise ValueError("compression needs two workers at least: one sends nothing. Leave it out.")
-    stale = bool(staleness)
-    return MessageExchange(compression, cluster.link, cluster.size, may_be_stale=stale)
-
-
-def checked_devices(devices: Any) -> tuple[DeviceProfile, ...]:
-    """Return the profiles of at least one device."""
-    found = tuple(devices) if isinstance(devices, Sequence) and not isinstance(devices, str) else ()
-    if not found or not all(isinstance(device, DeviceProfile) for device in found):
-        raise TypeError(f"devices={devices!r} must be a list of one DeviceProfile per worker, such as [fast, slow].")
-    return found
-
-
-def checked_names(devices: Sequence[DeviceProfile], names: Sequence[str] | None) -> tuple[str, ...]:
-    """Return one name for each device, all of them different."""
-    if names is None:
-        return tuple(f"{device.name or 'device'} {i}" for i, device in enumerate(devices))
-    if len(set(names)) != len(devices) or len(names) != len(devices):
-        raise ValueError(f"names={list(names)!r} must be {len(devices)} different strings, one for each device.")
-    return tuple(names)
-
-
-def checked_policy(policy: Any, total: int) -> Planner | None:
-    """Return the planner of a policy, as a run begins with it."""
-    if isinstance(policy, str):
-        check_choice("policy", policy, tuple(POLICIES))
-        entry = POLICIES[policy]
-        if entry.needs:
-            raise ValueError(
-                f"policy={policy!r} needs {', '.join(entry.needs)}; give its planner instead, such as "
-                "policy=GoodputPlanner(max_total_batch_size=4096)."
-            )
-        planner = entry.factory()
-    else:
-        planner = None if policy is None else check_planner(policy)
-    if isinstance(planner, GoodputPlanner) and planner.initial_total is None:
-        planner = replace(planner, initial_total=total)
-    return planner

@@ -82,3 +82,21 @@ def test_the_first_round_after_a_restart_comes_as_in_a_new_run():
     result = ClusterSimulator(DEVICES, 400, link=LINK, events=[Leave(100, "device 3")]).run(120)
     assert result.rounds[0].step == 8
     assert min(round_.step for round_ in result.rounds if round_.step > 100) == 108
+
+
+def test_capacities_go_on_with_their_workers():
+    events = [Leave(10, "device 1"), Join(20, DEVICES[0], "new", capacity=6.0)]
+    result = ClusterSimulator(DEVICES[:3], 120, policy="static", capacities=[3.0, 2.0, 1.0], events=events).run(30)
+    assert [entry.plan.local_batch_sizes for entry in result.plans] == [(60, 40, 20), (90, 30), (36, 12, 72)]
+
+
+@pytest.mark.parametrize(("known", "capacity"), [((), 2.0), ((1.0, 1.0), None)])
+def test_capacities_of_some_workers_are_refused(known, capacity):
+    events = [Join(20, DEVICES[0], "new", capacity=capacity)]
+    with pytest.raises(ValueError, match=r"'new' joins with capacity=(2.0|None); give the capacity of all workers"):
+        ClusterSimulator(DEVICES[:2], 120, capacities=known, events=events)
+
+
+def test_a_capacity_is_a_number_above_0():
+    with pytest.raises(ValueError, match=r"capacity=0"):
+        Join(20, DEVICES[0], capacity=0)

@@ -12,7 +12,6 @@ from lightning_hetero.simulate.cluster.truth.messages import MessageExchange
 from lightning_hetero.simulate.cluster.truth.optimum import CostLines, best_split
 from lightning_hetero.simulate.cluster.truth.state import ClusterState
 from lightning_hetero.simulate.cluster.truth.step_events import StepTimes, bucket_times
-from lightning_hetero.simulate.devices.device_profile import DeviceProfile
 
 __all__ = ["StepRunner"]
 
@@ -33,6 +32,7 @@ class StepRunner:
 
     Attributes:
         cluster: workers and their link now.
+        undisturbed: the same without what :meth:`slow_down` added.
         count: steps that have run.
         clock: second at which the newest step ended.
     """
@@ -41,7 +41,7 @@ class StepRunner:
         self, cluster: ClusterState, factors: FactorStream, record: Recorder, messages: MessageExchange | None = None
     ) -> None:
         self.cluster, self.count, self.clock = cluster, 0, 0.0
-        self._undisturbed, self._factors, self._record = cluster, factors, record
+        self.undisturbed, self._factors, self._record = cluster, factors, record
         self.messages = messages
         self._slow = np.ones(cluster.size)  # slowdown of the newest step
         self._seeds = cluster.size  # so many were given out
@@ -49,19 +49,18 @@ class StepRunner:
 
     def slow_down(self, factors: float | Sequence[float] | Array, link: float) -> None:
         """Make workers and link slower than the profiles say."""
-        self.cluster = self._undisturbed.slowed(factors, link)
+        self.cluster = self.undisturbed.slowed(factors, link)
         if self.messages is not None:
             self.messages.change_link(self.cluster.link)
 
-    def change_workers(self, devices: Sequence[DeviceProfile], names: tuple[str, ...], seed: int) -> None:
+    def change_workers(self, cluster: ClusterState, seed: int) -> None:
         """Go on with other workers; those of a former name go on with their random numbers."""
         before = {name: i for i, name in enumerate(self.cluster.names)}
-        stay = {before[name]: i for i, name in enumerate(names) if name in before}
-        self._factors.change(stay, devices, [seed + self._seeds + i for i in range(len(devices))])
-        self._seeds += len(devices)
-        link, least = self._undisturbed.link, self._undisturbed.min_local
-        self.cluster = self._undisturbed = ClusterState(tuple(devices), names, link, least)
-        self._slow = np.ones(self.cluster.size)
+        stay = {before[name]: i for i, name in enumerate(cluster.names) if name in before}
+        self._factors.change(stay, cluster.devices, [seed + self._seeds + i for i in range(cluster.size)])
+        self._seeds += cluster.size
+        self.cluster = self.undisturbed = cluster
+        self._slow = np.ones(cluster.size)
 
     def wait(self, seconds: float) -> None:
         """Let the clock go on."""
