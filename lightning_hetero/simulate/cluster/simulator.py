@@ -23,7 +23,6 @@ from lightning_hetero.simulate.cluster.control.rounds import VirtualRounds
 from lightning_hetero.simulate.cluster.link_profile import LinkProfile
 from lightning_hetero.simulate.cluster.result import Recorder, SimulationResult
 from lightning_hetero.simulate.cluster.truth.factors import FactorStream, ProfileFactors
-from lightning_hetero.simulate.cluster.truth.optimum import best_split
 from lightning_hetero.simulate.cluster.truth.state import ClusterState
 from lightning_hetero.simulate.cluster.truth.steps import StepRunner
 from lightning_hetero.simulate.devices.device_profile import DeviceProfile
@@ -205,14 +204,11 @@ class ClusterSimulator:
         Args:
             total_batch_size: samples of the step; by default those of the next one.
         """
-        total = self.plan.total_batch_size if total_batch_size is None else total_batch_size
-        cluster = self.cluster
-        return best_split(self._steps.lines(), total, cluster.low, cluster.high)
+        return self._steps.best(self.plan.total_batch_size if total_batch_size is None else total_batch_size)
 
     def time(self, plan: BatchPlan) -> float:
         """Return the seconds of a step of a plan without jitter at the newest speeds."""
-        sizes = np.maximum(plan.local_batch_sizes, self.cluster.min_local)
-        return float(self._steps.lines().seconds(sizes).max())
+        return self._steps.exact_seconds(np.maximum(plan.local_batch_sizes, self.cluster.min_local))
 
     def coefficients(self) -> Array:
         """Return ``q``, ``s``, ``k`` and ``m`` of all workers without jitter at the newest speeds, a row each."""

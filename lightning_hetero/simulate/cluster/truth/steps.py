@@ -66,9 +66,25 @@ class StepRunner:
         """Let the clock go on."""
         self.clock += seconds
 
-    def lines(self) -> CostLines:
-        """Return the step time that each worker asks for, at the speeds of the newest step."""
-        return self.cluster.lines(self._slow, self.clock)
+    def exact_seconds(self, sizes: Array, at: float | None = None) -> float:
+        """Return the seconds of a step without jitter, at the speeds of the newest one and the link of some second."""
+        lines, waits = self._lines(self.clock if at is None else at)
+        return max(float(lines.seconds(sizes).max()), waits)
+
+    def best(self, total: int, at: float | None = None) -> tuple[float, npt.NDArray[np.int64]]:
+        """Return the least of these seconds over all integer splits of a total, and a split that takes them."""
+        lines, waits = self._lines(self.clock if at is None else at)
+        seconds, sizes = best_split(lines, total, self.cluster.low, self.cluster.high)
+        return max(seconds, waits), sizes
+
+    def _lines(self, at: float) -> tuple[CostLines, float]:
+        """Return the step time that each worker asks for, and that which stale messages ask for."""
+        messages = self._messages
+        if messages is None:
+            return self.cluster.lines(self._slow, at), 0.0
+        takes = messages.seconds(at)
+        seconds = np.array([0.0 if messages.stale else takes])
+        return CostLines.of(self.coefficients(), np.ones(1), seconds), takes if messages.stale else 0.0
 
     def coefficients(self) -> Array:
         """Return the rows ``q``, ``s``, ``k`` and ``m`` of all workers at the speeds of the newest step."""
@@ -155,13 +171,6 @@ class StepRunner:
         sent = () if messages is None else (messages.density, messages.stale)
         key = (self._slow.tobytes(), plan.local_batch_sizes, id(self.cluster), rate, sent)
         if self._known is None or self._known[0] != key:
-            cluster, total = self.cluster, int(max(plan.total_batch_size, self.cluster.low.sum()))
-            lines, waits = cluster.lines(self._slow, at), 0.0
-            if messages is not None:
-                takes = messages.seconds(at)
-                waits = takes if messages.stale else 0.0
-                seconds = np.array([0.0 if messages.stale else takes])
-                lines = CostLines.of(cluster.coefficients * self._slow, np.ones(1), seconds)
-            least, _ = best_split(lines, total, cluster.low, cluster.high)
-            self._known = key, (max(float(lines.seconds(sizes).max()), waits), max(least, waits))
+            total = int(max(plan.total_batch_size, self.cluster.low.sum()))
+            self._known = key, (self.exact_seconds(sizes, at), self.best(total, at)[0])
         return self._known[1]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_hetero.compression.wire_format import MessageFormat
+from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.compression.settings import BlockTopK
 from lightning_hetero.core.policies.time_to_accuracy import TimeToAccuracyPlanner
 from lightning_hetero.simulate import ClusterSimulator, DeviceProfile, LinkProfile
@@ -101,6 +102,10 @@ def test_without_jitter_steps_take_what_is_said_to_be_exact(stale, rate):
     simulator._steps.messages.stale = stale
     result = simulator.run(30)
     np.testing.assert_allclose(result.seconds[10:], result.exact[10:], rtol=1e-6)
+    assert simulator.time(simulator.plan) == pytest.approx(result.exact[-1])
+    least, sizes = simulator.optimum()
+    assert least == pytest.approx(result.optimum[-1])
+    assert simulator.time(BatchPlan(60, tuple(sizes.tolist()))) == pytest.approx(least)
 
 
 def crossing(seconds, workers=2, latency=0.0):
