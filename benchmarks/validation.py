@@ -36,12 +36,18 @@ def compared(run: dict[str, Any]) -> dict[str, Any]:
         "emulated_split": "/".join(map(str, sizes)),
         "simulated_split": "/".join(map(str, simulated)),
         "samples_apart": int(np.abs(sizes - simulated).max()),
+        **{f"emulated_to_{share}%": run[f"steps_to_{share}%"] for share in (5, 1)},
+        **{f"simulated_to_{share}%": _finite(result.first_within(share / 100, for_good=True)) for share in (5, 1)},
         "emulated_ms": run["device_ms"],
         "simulated_ms": seconds,
         "apart_%": 100 * abs(seconds / run["device_ms"] - 1),
         "measured_ms": run["measured_ms"],
         "apart_of_measured_%": 100 * abs(seconds / run["measured_ms"] - 1),
     }
+
+
+def _finite(steps: float) -> int | None:
+    return None if np.isinf(steps) else int(steps)
 
 
 def main() -> None:

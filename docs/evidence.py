@@ -157,6 +157,8 @@ def validation() -> str:
         of = [row for row in rows if name in (row["cluster"], "all")]
         times, splits = [row["apart_%"] for row in of], [row["samples_apart"] for row in of]
         measured = [row["apart_of_measured_%"] for row in of]
+        models = [row for row in of if row["policy"] == "perf_model"]
+        reached = [[row[f"{kind}_to_1%"] for row in models] for kind in ("emulated", "simulated")]
         lines.append(
             (
                 name,
@@ -164,11 +166,11 @@ def validation() -> str:
                 f"{median(times):.2f} % ({max(times):.2f})",
                 f"{median(measured):.2f} % ({max(measured):.2f})",
                 f"{median(splits):.0f} ({max(splits)})",
+                *("never" if None in steps else number(max(steps)) for steps in reached),
             )
         )
-    return table(
-        ("cluster", "runs", "step time apart, median (most)", "the same, host included", "samples apart"), lines
-    )
+    head = ("cluster", "runs", "step time apart, median (most)", "the same, host included", "samples apart")
+    return table((*head, "most steps of the time model to 1 %, emulated", "the same, simulated"), lines)
 
 
 def scaling() -> str:
