@@ -86,9 +86,12 @@ def spread(work: Callable[[Any], Any], cases: Iterable[Any], jobs: int) -> list[
         return list(pool.map(work, cases))
 
 
-def simulated(planner: Planner | None, truth: Cluster, total: int, seed: int, **more: Any) -> ClusterSimulator:
-    """A run with :data:`NOISE`, the same on every machine."""
-    return simulator(planner, truth, total, more.pop("noise", Noise(NOISE, seed=seed)), cost=DECISION, **more)
+def simulated(
+    planner: Planner | None, truth: Cluster, total: int, seed: int, *, noise: Noise | None = None, **more: Any
+) -> ClusterSimulator:
+    """A run with :data:`NOISE`, or a noise that is given, the same on every machine."""
+    noise = Noise(NOISE, seed=seed) if noise is None else noise
+    return simulator(planner, truth, total, noise, cost=DECISION, **more)
 
 
 # Fig. 10, and cluster C
