@@ -5,6 +5,7 @@ The loop itself, and the exact optimum of every step, are :class:`lightning_hete
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -32,19 +33,56 @@ class Cluster:
     devices: tuple[DeviceProfile, ...]
     link: LinkProfile
 
+    @classmethod
+    def of(cls, q: Array, s: Array, k: Array, m: Array, link: LinkProfile) -> "Cluster":
+        """Make it of the times of all workers, ``a = q b + s`` and ``P = k b + m``."""
+        rows = zip(*(np.asarray(times, float).tolist() for times in (q, s, k, m)), strict=True)
+        return cls(tuple(DeviceProfile(*row) for row in rows), link)
+
     @property
     def workers(self) -> int:
         return len(self.devices)
 
+    @cached_property
+    def coefficients(self) -> Array:
+        """Rows ``q``, ``s``, ``k`` and ``m`` of all workers."""
+        return np.array([[getattr(device, name) for device in self.devices] for name in "qskm"])
+
+    @cached_property
+    def lines(self) -> CostLines:
+        """Step time that each worker asks for."""
+        return CostLines.of(self.coefficients, self.link.ready_shares, self.link.seconds(self.workers))
+
+    @property
+    def t_o(self) -> float:
+        """Seconds of averaging that can overlap with the backward pass."""
+        return float(self.link.seconds(self.workers)[:-1].sum())
+
+    @property
+    def t_u(self) -> float:
+        """Seconds of averaging that cannot."""
+        return float(self.link.seconds(self.workers)[-1])
+
     def part(self, workers: Sequence[int]) -> "Cluster":
-        """The cluster of some of the workers, whose link takes what it took."""
+        """The cluster of some of the workers."""
         return replace(self, devices=tuple(self.devices[i] for i in workers))
 
+    def computes(self, sizes: Sequence[int] | Array) -> npt.NDArray[np.bool_]:
+        """Whether computing, not the link, bounds each worker at its size (Cannikin, sec. 3.2)."""
+        _, _, k, m = self.coefficients
+        return np.asarray((1 - self.link.gamma) * (k * np.asarray(sizes) + m) >= self.t_o)
+
+    def time(self, sizes: Sequence[int] | Array) -> float:
+        """Seconds of a step without noise."""
+        return float(self.lines.seconds(sizes).max())
+
+    def best(self, total: int) -> tuple[float, npt.NDArray[np.int64]]:
+        """Least seconds of a step over all integer splits, at least one sample each, and a split that takes them."""
+        return best_split(self.lines, total, np.ones(self.workers), np.full(self.workers, float(total)))
+
     def optimum(self, total: int) -> float:
-        """Least seconds of a step over all integer splits, at least one sample each."""
-        rows = np.array([[getattr(device, name) for device in self.devices] for name in "qskm"])
-        lines = CostLines.of(rows, self.link.ready_shares, self.link.seconds(self.workers))
-        return best_split(lines, total, np.ones(self.workers), np.full(self.workers, float(total)))[0]
+        """The seconds of :meth:`best`."""
+        return self.best(total)[0]
 
 
 class Noise:
@@ -147,21 +185,18 @@ def job(speeds: Sequence[float], workload: str = "ResNet50", *, gbit: float = 10
     (per_sample, outside, inside, num_bytes), v = WORKLOADS[workload], np.asarray(speeds, float)
     fixed, buckets = 0.7 + 0.3 / v, max(2, int(np.ceil(num_bytes / 25e6)) + 1)
     rows = forward * per_sample / v, outside * fixed, (1 - forward) * per_sample / v, inside * fixed
-    devices = tuple(DeviceProfile(*map(float, row)) for row in zip(*rows, strict=True))
     ring = 2 * (len(v) - 1) / len(v) * num_bytes / (gbit / 8 * 1e9)  # also of a part of the workers
-    return Cluster(devices, LinkProfile(latency=ring / buckets, buckets=buckets))
+    return Cluster.of(*rows, LinkProfile(latency=ring / buckets, buckets=buckets))
 
 
 def totals(cluster: Cluster) -> dict[str, int]:
     """Totals at which the optimum is bound by communication, by both, and by computing."""
-    q, s, k, m = np.array([[getattr(device, name) for device in cluster.devices] for name in "qskm"])
-    one, gamma = cluster.link.latency, cluster.link.gamma
-    first = (cluster.link.buckets - 1) * one
+    q, s, k, m = cluster.coefficients
     grid = np.unique(np.geomspace(2 * cluster.workers, 80_000 * cluster.workers, 160).astype(int))
     bound = []
     for total in grid:
-        b = np.maximum((cluster.optimum(int(total)) - one - s - m) / (q + k), 1.0)
-        bound.append(int(((1 - gamma) * (k * b + m) >= first).sum()))
+        b = np.maximum((cluster.optimum(int(total)) - cluster.t_u - s - m) / (q + k), 1.0)
+        bound.append(int(cluster.computes(b).sum()))
     computing = np.array(bound)
     none, every = np.flatnonzero(computing == 0), np.flatnonzero(computing == cluster.workers)
     found = {}

@@ -12,9 +12,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "papers"))
 
 import _cannikin_clusters as clusters
 import _cannikin_training as trainings
-from _closed_loop import Truth
+from _clusters import Cluster
 
 from lightning_hetero.core.batching.optperf import solve_optperf
+from lightning_hetero.simulate import LinkProfile
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -67,7 +68,8 @@ def test_algorithm_1_is_the_optimum_where_fixed_times_are_equal():
 
 
 def test_algorithm_1_gives_a_worker_with_a_long_fixed_time_a_negative_size():
-    truth = Truth(np.array([0.001, 0.001]), np.array([0.0, 1.0]), np.array([0.002, 0.002]), np.zeros(2))
+    equal, fixed = np.ones(2), np.array([0.0, 1.0])
+    truth = Cluster.of(0.001 * equal, fixed, 0.002 * equal, 0 * equal, LinkProfile())
     found = clusters.algorithm_1(clusters.model_of(truth), 64)
     assert found.sizes.min() < 0
     assert found.sizes.sum() == pytest.approx(64)

@@ -12,17 +12,17 @@ from functools import cache
 
 import numpy as np
 import numpy.typing as npt
-from _closed_loop import LBBSP, Array, Noise, Truth
+from _clusters import LBBSP, Array, Cluster, Noise
 
 from lightning_hetero.core.as_published import bootstrap_sizes
 from lightning_hetero.core.batching.integer_split import even_sizes, proportional_sizes
 from lightning_hetero.core.batching.optperf import solve_optperf, solve_step_times
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.policies.base import Decision, PlanContext, Planner, Proposal
+from lightning_hetero.core.policies.base import Decision, PlanContext, Proposal
 from lightning_hetero.core.timing.fitting import fit_line
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
-from lightning_hetero.simulate import ClusterSimulator, DeviceProfile, LinkProfile
+from lightning_hetero.simulate import LinkProfile
 from lightning_hetero.simulate.devices.catalog import cluster_devices, device_profile, workload_named
 
 GAMMA, LATENCY, BUCKET = 0.12, 2e-4, 25e6
@@ -96,20 +96,20 @@ def per_sample(device: str, workload: str) -> float:
     return profile.q + profile.k
 
 
-def truth_of(devices: Sequence[str], workload: str, gbit: float = 25.0, fixed: str = "same") -> Truth:
+def truth_of(devices: Sequence[str], workload: str, gbit: float = 25.0, fixed: str = "same") -> Cluster:
     """Devices of the table that train one of :data:`WORKLOADS`, joined by a ring of some rate."""
     job, n = WORKLOADS[workload], len(devices)
     slower = np.array([per_sample(d, job.name) for d in devices]) / per_sample("T4", job.name)
     sample, outside = job.sample * slower, job.fixed * (slower if fixed == "scaled" else np.ones(n))
     size = workload_named(job.name).gradient_bytes
     buckets = max(2, int(np.ceil(size / BUCKET)) + 1)
-    one = 2 * (n - 1) / n * size / buckets / (gbit / 8 * 1e9) + LATENCY
+    link = LinkProfile(size, gbit / 8 * 1e9, LATENCY, buckets, GAMMA)
     times = (FORWARD * sample, FORWARD * outside, (1 - FORWARD) * sample, (1 - FORWARD) * outside)
-    return Truth(*times, gamma=GAMMA, t_o=one * (buckets - 1), t_u=one, buckets=buckets)
+    return Cluster.of(*times, link)
 
 
 @cache
-def cluster(name: str, workload: str, gbit: float = 25.0, fixed: str = "same") -> Truth:
+def cluster(name: str, workload: str, gbit: float = 25.0, fixed: str = "same") -> Cluster:
     """Cluster A, B or C of the paper on one of :data:`WORKLOADS`."""
     return truth_of(cluster_devices(name), workload, gbit, fixed)
 
@@ -120,25 +120,18 @@ def totals_of(workload: str, workers: int, count: int) -> list[int]:
     return sorted({int(total) for total in np.geomspace(low, high, count).round()})
 
 
-def even_time(truth: Truth, total: int) -> float:
+def even_time(truth: Cluster, total: int) -> float:
     """Seconds of a step of DDP: equal sizes."""
     return truth.time(even_sizes(total, truth.workers))
-
-
-def simulator(truth: Truth, total: int, planner: Planner, seed: int, replan: str | int = "auto") -> ClusterSimulator:
-    """Simulator of the same cluster with :data:`NOISE`."""
-    rows = zip(truth.q.tolist(), truth.s.tolist(), truth.k.tolist(), truth.m.tolist(), strict=True)
-    devices = [DeviceProfile(*row, jitter=NOISE) for row in rows]
-    link = LinkProfile(latency=truth.t_u, buckets=truth.buckets, gamma=truth.gamma, jitter=NOISE)
-    return ClusterSimulator(devices, total, link=link, policy=planner, seed=1000 * seed, replan=replan)
 
 
 # LB-BSP
 
 
-def lb_bsp_step(truth: Truth, sizes: Array, step: int) -> Array | None:
+def lb_bsp_step(truth: Cluster, sizes: Array, step: int) -> Array | None:
     """One move of LB-BSP on exact times: from the slowest worker to the fastest; ``None`` where it stops."""
-    seconds = (truth.q + truth.k) * sizes + truth.s + truth.m
+    q, s, k, m = truth.coefficients
+    seconds = (q + k) * sizes + s + m
     slow, fast = int(np.argmax(np.where(sizes > 1, seconds, 0.0))), int(np.argmin(seconds))
     move = min(step, int(sizes[slow]) - 1)
     if slow == fast or move < 1:
@@ -149,7 +142,7 @@ def lb_bsp_step(truth: Truth, sizes: Array, step: int) -> Array | None:
     return moved
 
 
-def lb_bsp_best(truth: Truth, total: int, steps: Sequence[int] = (1, 5)) -> tuple[float, Array]:
+def lb_bsp_best(truth: Cluster, total: int, steps: Sequence[int] = (1, 5)) -> tuple[float, Array]:
     """Best step time, and its split, that LB-BSP ever passes through on exact times, with the best of some step sizes.
 
     Large steps lead near, single samples from there on: no published form of LB-BSP ends nearer to equal times.
@@ -169,7 +162,7 @@ def lb_bsp_best(truth: Truth, total: int, steps: Sequence[int] = (1, 5)) -> tupl
     return best
 
 
-def _equal_times(truth: Truth, total: int) -> Array:
+def _equal_times(truth: Cluster, total: int) -> Array:
     """Sizes at which all workers compute equally long, as near as whole samples come: the aim of LB-BSP."""
     sizes = algorithm_1(replace(model_of(truth), t_o=0.0), total).sizes
     return np.array(proportional_sizes(total, np.maximum(sizes, 1e-9), min_local=1), float)
@@ -183,10 +176,10 @@ def scaled(sizes: Array, total: int) -> Array:
 # Cannikin as printed
 
 
-def model_of(truth: Truth) -> ClusterTimeModel:
+def model_of(truth: Cluster) -> ClusterTimeModel:
     """The time model that is exactly the cluster's."""
-    rows = zip(*(np.asarray(x, float).tolist() for x in (truth.q, truth.s, truth.k, truth.m)), strict=True)
-    return ClusterTimeModel(tuple(NodeTimeModel(*row) for row in rows), truth.gamma, truth.t_o, truth.t_u)
+    nodes = tuple(NodeTimeModel(device.q, device.s, device.k, device.m) for device in truth.devices)
+    return ClusterTimeModel(nodes, truth.link.gamma, truth.t_o, truth.t_u)
 
 
 @dataclass(frozen=True)

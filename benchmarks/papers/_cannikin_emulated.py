@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -34,10 +35,7 @@ BATCH = 43
 
 def profiles() -> list[DeviceProfile]:
     """Devices of cluster A that train ResNet-50."""
-    truth = cluster("A", "ResNet-50")
-    return [
-        DeviceProfile(*map(float, row), jitter=NOISE) for row in zip(truth.q, truth.s, truth.k, truth.m, strict=True)
-    ]
+    return [replace(device, jitter=NOISE) for device in cluster("A", "ResNet-50").devices]
 
 
 class Perceptron(L.LightningModule):

@@ -12,22 +12,20 @@ from typing import Any
 
 import numpy as np
 from _cannikin_clusters import NOISE, Workload, even_time, lb_bsp_best, model_of, predicted_times
-from _closed_loop import EXCHANGE, LBBSP, Array, Loop, Noise, Truth
+from _clusters import EXCHANGE, LBBSP, Array, Cluster, Noise, simulator
 
 from lightning_hetero.core.batching.goodput import efficiency
 from lightning_hetero.core.batching.integer_split import even_sizes
 from lightning_hetero.core.batching.plan import BatchPlan
-from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import Decision, PlanContext, Proposal
 from lightning_hetero.core.policies.goodput import GoodputPlanner
+from lightning_hetero.simulate import NoiseTrajectory
 
 SHOWN = 40
-"""Steps between two looks that are simulated one by one; those before them take as long."""
+"""Steps between two looks that are simulated one by one; the others take as long."""
 GROWTH, PART = 1.2, 0.004
 """Growth of the steps between two looks, and the greatest share of the training between them."""
-DECISION = 0.005
-"""Seconds that a decision is charged, so that runs are the same on every machine."""
 
 
 def counted(workload: Workload, total: int, phi: float) -> float:
@@ -59,7 +57,7 @@ class KnownGoodput(LBBSP):
     strongest form, which learns nothing and never errs about times; with those of the optimum, nobody can do better.
 
     Args:
-        initial: ``B_0``.
+        initial_total: ``B_0``.
         totals: that it chooses from.
         seconds: of a step with each.
         split: sizes with a total.
@@ -67,7 +65,7 @@ class KnownGoodput(LBBSP):
         moves_total: tells the loop that it changes the total.
     """
 
-    initial: int = 1
+    initial_total: int = 1
     totals: Array | None = None
     seconds: Array | None = None
     split: Callable[[int], tuple[int, ...]] | None = None
@@ -81,7 +79,7 @@ class KnownGoodput(LBBSP):
         phi = np.nan if context.noise is None else context.noise.noise_scale
         if not phi >= 0:
             return Decision(self)
-        goodput = self.totals / self.seconds * efficiency(self.totals, phi, self.initial)
+        goodput = self.totals / self.seconds * efficiency(self.totals, phi, self.initial_total)
         total = int(self.totals[int(np.argmax(goodput))])
         if total == current.total_batch_size and self.settled:
             return Decision(self)
@@ -89,38 +87,30 @@ class KnownGoodput(LBBSP):
         return Decision(replace(self, settled=True), None if plan == current else Proposal(plan, "goodput"))
 
 
-def adapt_dl(workload: Workload, truth: Truth) -> KnownGoodput:
+def adapt_dl(workload: Workload, truth: Cluster) -> KnownGoodput:
     """AdaptDL in its strongest form."""
     workers = truth.workers
     low = -(-max(workload.initial, workers) // workers)
     totals = np.unique(np.geomspace(low, workload.largest / workers, 50).round()) * workers
     seconds = np.array([even_time(truth, int(total)) for total in totals])
     return KnownGoodput(
-        initial=workload.initial, totals=totals, seconds=seconds, split=lambda total: even_sizes(total, workers)
+        initial_total=workload.initial,
+        totals=totals,
+        seconds=seconds,
+        split=lambda total: even_sizes(total, workers),
     )
 
 
-def all_known(workload: Workload, truth: Truth) -> KnownGoodput:
+def all_known(workload: Workload, truth: Cluster) -> KnownGoodput:
     """The best split of the best total at each look."""
     totals = np.unique(np.geomspace(max(workload.initial, truth.workers), workload.largest, 60).round())
     seconds = predicted_times(model_of(truth), totals.astype(int).tolist())
     return KnownGoodput(
-        initial=workload.initial,
+        initial_total=workload.initial,
         totals=totals,
         seconds=seconds,
-        split=lambda total: tuple(int(b) for b in truth.best(total)[1]),
+        split=lambda total: tuple(truth.best(total)[1].tolist()),
     )
-
-
-class Training(Loop):
-    """A run whose looks become rarer, so that a training of a million steps is simulated in some hundred of them."""
-
-    def advance(self, count: int) -> None:
-        """Run some steps, of which only the last ones are observed, and look."""
-        shown = min(count, SHOWN)
-        self._run(shown)
-        self.step += count - shown
-        self._look()
 
 
 @dataclass(frozen=True)
@@ -142,31 +132,32 @@ class Record:
     history: list[tuple[float, int, tuple[int, ...], float, float]]
 
 
-def train(workload: Workload, truth: Truth, planner: Any, total: int, seed: int) -> Record:
-    """Simulate a training that begins with a total in equal sizes."""
-    loop = Training(planner, truth, total, Noise(NOISE, seed=seed), cost=DECISION)
-    rng, scale = np.random.default_rng([seed, 7]), RunningNoiseScale(horizon=200.0 * max(workload.initial, 16))
-    progress, seconds, interval, history = 0.0, 0.0, 8.0, []
+def train(workload: Workload, truth: Cluster, planner: Any, total: int, seed: int) -> Record:
+    """Simulate a training that begins with a total in equal sizes.
+
+    Its looks become rarer, so that a training of a million steps has some hundred of them. Between two of them only
+    the first steps are simulated.
+    """
+    progress, seconds, steps, interval, history = 0.0, 0.0, 0, 8.0, []
+    horizon = 200.0 * max(workload.initial, 16)
+    gradients = NoiseTrajectory(lambda samples: workload.noise_scale(progress), horizon=horizon)
+    noise = Noise(NOISE, seed=seed)
+    run = simulator(planner, truth, total, noise, replan="epoch", noise_scale=gradients, seed=seed)
     while progress < 1.0:
-        phi, sizes = workload.noise_scale(progress), np.maximum(loop.plan.local_batch_sizes, 1)
-        b, step_time = loop.plan.total_batch_size, truth.time(sizes)
-        done = counted(workload, b, phi) / workload.samples
+        b, sizes, step_time = run.plan.total_batch_size, run.plan.local_batch_sizes, run.time(run.plan)
+        done = counted(workload, b, workload.noise_scale(progress)) / workload.samples
         most = max(PART / done, 8.0)
         count = max(int(min(interval, most, np.ceil((1.0 - progress) / done))), 1)
-        seconds, progress, interval = seconds + count * step_time + EXCHANGE, progress + count * done, interval * GROWTH
-        for _ in range(min(count, SHOWN)):
-            scale = scale.update(
-                trace=phi * (1 + 0.4 * rng.standard_normal()),
-                global_sq_norm=(1 + phi / b) * (1 + 0.1 * rng.standard_normal()),
-                total_batch_size=b,
-            )
-        loop.extra["noise"], loop.total = scale, b
-        loop.advance(count)
-        history.append((progress, b, tuple(int(x) for x in sizes), step_time, loop.best[-1]))
-    return Record(seconds, len(history), loop.step, sum(loop.costs) + EXCHANGE * len(history), history)
+        shown = min(count, SHOWN)
+        run.advance(shown)
+        history.append((progress + count * done, b, sizes, step_time, run.optimum()[0]))
+        run.sync_round(unseen=count - shown)
+        seconds, progress, steps = seconds + count * step_time + EXCHANGE, progress + count * done, steps + count
+        interval *= GROWTH
+    return Record(seconds, len(history), steps, sum(look.seconds for look in run.result.rounds), history)
 
 
-def systems(workload: Workload, truth: Truth) -> dict[str, tuple[Any, int]]:
+def systems(workload: Workload, truth: Cluster) -> dict[str, tuple[Any, int]]:
     """Planner and first total of each system whose run is simulated."""
     first = max(workload.initial, truth.workers)
     goodput = partial(GoodputPlanner, workload.largest, min_total_batch_size=first, initial_total=first)
@@ -183,7 +174,7 @@ def systems(workload: Workload, truth: Truth) -> dict[str, tuple[Any, int]]:
     return found
 
 
-def fixed(workload: Workload, truth: Truth) -> dict[str, tuple[int, float]]:
+def fixed(workload: Workload, truth: Cluster) -> dict[str, tuple[int, float]]:
     """Total and seconds of DDP at ``B_0`` and at its best total."""
     first = max(workload.initial, truth.workers)
     time_of = partial(even_time, truth)

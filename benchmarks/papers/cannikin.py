@@ -41,26 +41,28 @@ from _cannikin_clusters import (
     predicted_times,
     published_fit,
     scaled,
-    simulator,
     totals_of,
     truth_of,
 )
-from _cannikin_training import DECISION, fixed, systems, train
-from _closed_loop import EXCHANGE, LBBSP, Loop, Noise, Truth, first_within
+from _cannikin_training import fixed, systems, train
+from _clusters import EXCHANGE, LBBSP, Cluster, Noise, simulator
 from hardware import write_record
 
-from lightning_hetero.core.as_published import bootstrap_sizes
 from lightning_hetero.core.batching.goodput import candidate_totals
 from lightning_hetero.core.batching.integer_split import even_sizes
 from lightning_hetero.core.batching.optperf_cache import SolvedTotals
+from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.noise.estimators import METHODS
-from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.policies.base import PlanContext, Planner
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
+from lightning_hetero.simulate import ClusterSimulator, LinkProfile
 from lightning_hetero.simulate.devices.catalog import cluster_devices, workload_named
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 EPOCH = 40
 """Steps that stand for an epoch: a planner sees the last 32 of any number."""
+DECISION = 0.005
+"""Seconds that a decision is charged, so that runs are the same on every machine."""
 SETTINGS = [(10.0, "same"), (25.0, "same"), (25.0, "scaled"), (100.0, "scaled")]
 """Links and fixed times: from what hides most of the differences between workers to what shows most of them."""
 Row = dict[str, Any]
@@ -82,6 +84,14 @@ def spread(work: Callable[[Any], Any], cases: Iterable[Any], jobs: int) -> list[
         return [work(case) for case in cases]
     with ProcessPoolExecutor(jobs) as pool:
         return list(pool.map(work, cases))
+
+
+def simulated(
+    planner: Planner | None, truth: Cluster, total: int, seed: int, *, noise: Noise | None = None, **more: Any
+) -> ClusterSimulator:
+    """A run with :data:`NOISE`, or a noise that is given, the same on every machine."""
+    noise = Noise(NOISE, seed=seed) if noise is None else noise
+    return simulator(planner, truth, total, noise, cost=DECISION, **more)
 
 
 # Fig. 10, and cluster C
@@ -107,10 +117,9 @@ def of_totals(case: tuple[str, str, float, str, int]) -> Row:
     return {**where, "totals": totals, **digits(columns)}
 
 
-def learned(truth: Truth, total: int, seed: int, steps: int = 200) -> float:
+def learned(truth: Cluster, total: int, seed: int, steps: int = 200) -> float:
     """Share of the optimum of the split that the time model ends with."""
-    found = simulator(truth, total, PerfModelPlanner(), seed)
-    return found.run(steps).share_since(steps - 1)
+    return simulated(PerfModelPlanner(), truth, total, seed).run(steps).share_since(steps - 1)
 
 
 def ratios(case: tuple[int, float]) -> float:
@@ -121,8 +130,7 @@ def ratios(case: tuple[int, float]) -> float:
     for workload in WORKLOADS:
         truth = cluster("B", workload, float(rng.choice(GBITS)))
         factors = [np.exp(rng.uniform(-np.log(most), np.log(most), 3))[kinds] for _ in range(4)]
-        times = [getattr(truth, name) * factor for name, factor in zip("qskm", factors, strict=True)]
-        truth = Truth(*times, truth.gamma, truth.t_o, truth.t_u, truth.buckets)
+        truth = Cluster.of(*(truth.coefficients * factors), truth.link)
         for total in totals_of(workload, 16, 6):
             gain = max(gain, 1 - truth.optimum(total) / lb_bsp_best(truth, total, (5,))[0])
     return gain
@@ -169,11 +177,11 @@ def reach_one(case: tuple[str, str, int, str, int]) -> Row:
     """How soon a planner is within 5 and 1 % of the optimum, from equal sizes."""
     name, workload, total, system, seed = case
     make, when = PLANNERS[system]
-    result = simulator(cluster(name, workload), total, make(), seed, when).run(30 * EPOCH)
-    lost = result.exact / result.optimum - 1.0
-    of_epochs = lost if when == "auto" else lost[::EPOCH]
-    found = {f"to {share} %": first_within(of_epochs, share / 100) + (when != "auto") for share in (5, 1)}
-    found["share"] = float(np.mean(1 / (1 + lost[-5 * EPOCH :])))
+    result = simulated(make(), cluster(name, workload), total, seed, replan=when).run(30 * EPOCH)
+    found = {f"to {share} %": result.first_within(share / 100) for share in (5, 1)}
+    if when != "auto":  # plans change between epochs only
+        found = {key: steps / EPOCH + 1 for key, steps in found.items()}
+    found["share"] = float(np.mean((result.optimum / result.exact)[-5 * EPOCH :]))
     return found
 
 
@@ -194,7 +202,7 @@ def reach(quick: bool, jobs: int) -> list[Row]:
 
 def emulated(quick: bool, jobs: int) -> list[Row]:
     """Fig. 9 end to end: three processes on emulated devices of cluster A, through Lightning and gloo."""
-    truth, rows = replace(cluster("A", "ResNet-50"), t_o=0.0, t_u=0.0), []
+    truth, rows = replace(cluster("A", "ResNet-50"), link=LinkProfile()), []
     for system, steps, seed in [(s, n, i) for i in range(1 if quick else 3) for s, n in (("ours", 100), ("DDP", 40))]:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "run.json"
@@ -207,7 +215,9 @@ def emulated(quick: bool, jobs: int) -> list[Row]:
             sizes[first:] = [tuple(plan)] * (steps - first)
         lost = np.array([truth.time(b) for b in sizes]) / truth.optimum(total) - 1
         row = {"system": system, "seed": seed, "steps": steps, "changes": max(len(run["plans"]) - 1, 0)}
-        row |= {"to 5 %": first_within(lost, 0.05), "to 1 %": first_within(lost, 0.01), "share": 1 / (1 + lost[-1])}
+        for share in (5, 1):
+            row[f"to {share} %"] = next((step for step, x in enumerate(lost) if x <= share / 100), np.inf)
+        row["share"] = 1 / (1 + lost[-1])
         measured = float(np.median(np.diff(run["ends"])[-30:]))
         row |= {"seconds": measured, "seconds of the optimum": truth.optimum(total), "sizes": list(sizes[-1])}
         rows.append({key: digits(value) for key, value in row.items()})
@@ -215,16 +225,6 @@ def emulated(quick: bool, jobs: int) -> list[Row]:
 
 
 # sec. 5.3
-
-
-def observed(truth: Truth, total: int, noise: Noise) -> list[StepObservations]:
-    """The paper's first two epochs: equal sizes, then a split by time per sample."""
-    seen, sizes = [], even_sizes(total, truth.workers)
-    for _ in range(2):
-        rows, _ = truth.run(sizes, EPOCH, noise)
-        seen.append(StepObservations(**rows))
-        sizes = bootstrap_sizes(total, sizes, seen[0].compute.mean(axis=0).tolist(), min_local=1)
-    return seen
 
 
 def prediction_one(case: tuple[str, float, str, float, int]) -> dict[str, float]:
@@ -236,34 +236,43 @@ def prediction_one(case: tuple[str, float, str, float, int]) -> dict[str, float]
     totals = [int(middle * factor) for factor in np.geomspace(10**-0.5, 10**0.5, 7)]
     measured = []
     for total in totals:
-        _, seconds = truth.run(truth.best(total)[1].astype(int).tolist(), 300, Noise(NOISE, seed=1000 + seed))
-        measured.append(float(seconds.mean()))
-    seen = observed(truth, middle, DelayedFirstBucket(NOISE, delay, seed=seed))
-    found = {}
+        run = simulated(None, truth, total, 1000 + seed)
+        run.adopt(BatchPlan(total, tuple(truth.best(total)[1].tolist())))
+        measured.append(float(run.run(300).seconds.mean()))
+
+    def begun(planner: Planner, replan: str | int) -> ClusterSimulator:
+        """The paper's first two epochs."""
+        noise = DelayedFirstBucket(NOISE, delay, seed=seed)
+        run = simulated(planner, truth, middle, seed, noise=noise, replan=replan)
+        run.advance(2 * EPOCH)
+        return run
+
+    found, seen = {}, begun(PrintedCannikin(), EPOCH).planner.seen
     for name, options in {
         "plain averages": {"weighted": False, "least": False},
         "overlap averaged": {"weighted": False, "least": True},
         "as printed": {"weighted": True, "least": True},
     }.items():
         found[name] = np.max(np.abs(predicted_times(published_fit(seen, **options), totals) / measured - 1))
-    loop = Loop(PerfModelPlanner(), truth, middle, DelayedFirstBucket(NOISE, delay, seed=seed), cost=DECISION)
-    loop = seen_for(loop, 2 * EPOCH)
-    found["ours, as many steps"] = _off(loop, totals, measured)
-    loop.plan = loop.planned(2 * middle)  # as a run whose total moves: a second one was seen
-    found["ours, a second total seen"] = _off(seen_for(loop, 2 * EPOCH), totals, measured)
+    run = begun(PerfModelPlanner(), "auto")
+    run.sync_round()  # however long the schedule would wait
+    found["ours, as many steps"] = _off(run, totals, measured)
+    run.adopt(planned(run, 2 * middle))  # as a run whose total moves: a second one was seen
+    run.advance(2 * EPOCH)
+    run.sync_round()
+    found["ours, a second total seen"] = _off(run, totals, measured)
     return {name: float(value) for name, value in found.items()}
 
 
-def seen_for(loop: Loop, steps: int) -> Loop:
-    """Run some steps, with a look at the end however long the schedule would wait."""
-    loop.go(steps)
-    loop.schedule.next = loop.step + 1
-    return loop.go(1)
+def planned(run: ClusterSimulator, total: int) -> BatchPlan:
+    """The optimum of what was learned, for another total, with its predicted time."""
+    names = run.cluster.names
+    return run.planner.initial(PlanContext(total, names, (1,) * len(names))).plan
 
 
-def _off(loop: Loop, totals: Sequence[int], measured: Sequence[float]) -> float:
+def _off(run: ClusterSimulator, totals: Sequence[int], measured: Sequence[float]) -> float:
     return max(
-        abs(loop.planned(total).step_time / seconds - 1) for total, seconds in zip(totals, measured, strict=True)
+        abs(planned(run, total).step_time / seconds - 1) for total, seconds in zip(totals, measured, strict=True)
     )
 
 
@@ -299,8 +308,8 @@ def overhead(quick: bool, jobs: int) -> list[Row]:
         samples = EPOCH_SAMPLES.get(workload) or workload_named(job.name).samples
         row: Row = {"workload": workload}
         for name, total in (("at B_0", max(job.initial, 16)), ("at the largest total", job.largest)):
-            loop = Loop(PerfModelPlanner(), truth, total, Noise(NOISE, seed=0)).go(100 if quick else 2000)
-            row[f"rounds, {name}"] = (sum(loop.costs) + EXCHANGE * len(loop.costs)) / sum(loop.exact)
+            result = simulator(PerfModelPlanner(), truth, total, Noise(NOISE, seed=0)).run(100 if quick else 2000)
+            row[f"rounds, {name}"] = sum(one.seconds for one in result.rounds) / result.exact.sum()
             epoch = samples / total * truth.optimum(total)
             row[f"epoch, {name}"] = epoch
         model, windows = model_of(truth), [(total, 1) for total in candidate_totals(max(job.initial, 16), job.largest)]
@@ -373,7 +382,7 @@ def training(quick: bool, jobs: int) -> list[Row]:
     return rows
 
 
-def _course(workload: str, truth: Truth, history: list[Any], even: list[int]) -> Row:
+def _course(workload: str, truth: Cluster, history: list[Any], even: list[int]) -> Row:
     """Total and split of one training at 20 moments."""
     devices, grid = cluster_devices("B"), np.linspace(0, 1, 21)[:-1]
     progress = np.array([entry[0] for entry in history])
@@ -385,10 +394,7 @@ def _course(workload: str, truth: Truth, history: list[Any], even: list[int]) ->
         course[f"share of a {kind}"] = digits(
             [np.mean([history[i][2][j] for j in of_kind]) / history[i][1] for i in at], 3
         )
-    computing = [
-        int(((1 - truth.gamma) * (truth.k * np.array(history[i][2]) + truth.m) >= truth.t_o).sum()) for i in at
-    ]
-    course["workers that computing bounds"] = computing
+    course["workers that computing bounds"] = [int(truth.computes(history[i][2]).sum()) for i in at]
     course["share of the optimum"] = digits([history[i][4] / history[i][3] for i in at])
     return course
 
@@ -402,11 +408,12 @@ def heterogeneity(quick: bool, jobs: int) -> list[Row]:
     for ratio, fixed_share in itertools.product((1.0, 1.5, 2.0, 3.42, 4.0, 8.0, 16.0), (0.0, 0.2)):
         base = 4e-3  # seconds per sample of the slow one
         sample, fixed_time = np.array([base / ratio, base]), np.full(2, fixed_share * base * 256)
-        truth = Truth(sample / 3, fixed_time / 3, sample * 2 / 3, fixed_time * 2 / 3, t_o=1e-3, t_u=1e-3, buckets=2)
+        link = LinkProfile(latency=1e-3, buckets=2)
+        truth = Cluster.of(sample / 3, fixed_time / 3, sample * 2 / 3, fixed_time * 2 / 3, link)
         total, row = 512, {"ratio": ratio, "fixed": fixed_share, "bound": 2 / (ratio + 1)}
         found = []
         for seed in range(1 if quick else 8):
-            result = simulator(truth, total, PerfModelPlanner(), seed).run(300)
+            result = simulated(PerfModelPlanner(), truth, total, seed).run(300)
             found.append((float(result.exact[-1]), len(result.plans) - 1))
         even = even_time(truth, total)
         row |= {"optimum": truth.optimum(total) / even, "ours": float(np.median([t for t, _ in found])) / even}
@@ -441,22 +448,20 @@ def workers_one(case: tuple[str, int]) -> dict[str, float]:
     devices, total = cluster_devices(name), 128 if name == "A" else 1600
     names = [f"{device} {i}" for i, device in enumerate(devices)]
 
-    def some(which: Sequence[int]) -> Truth:
+    def some(which: Sequence[int]) -> Cluster:
         return truth_of([devices[i] for i in which], "ResNet-50")
 
-    noise = Noise(NOISE, seed=seed)
-    loop = Loop(PerfModelPlanner(), some(before), total, noise, DECISION, tuple(names[i] for i in before)).go(200)
-    since = loop.step
-    loop.change_workers(some(after), [names[i] for i in after])
-    loop.go(400)
-    lost = np.array(loop.exact[since:]) / loop.best[since:] - 1
-    even = even_time(loop.truth, total)
+    run, since = simulated(PerfModelPlanner(), some(before), total, seed, names=[names[i] for i in before]), 200
+    run.advance(since)
+    truth = some(after)
+    run.change_workers(truth.devices, [names[i] for i in after])
+    result = run.run(400)
     return {
-        "first": 1 / (1 + lost[0]),
-        "even": loop.best[-1] / even,
-        "to 5 %": first_within(lost, 0.05),
-        "to 1 %": first_within(lost, 0.01),
-        "share": 1 / (1 + float(np.mean(lost[-100:]))),
+        "first": result.optimum[since] / result.exact[since],
+        "even": truth.optimum(total) / even_time(truth, total),
+        "to 5 %": result.first_within(0.05, since=since),
+        "to 1 %": result.first_within(0.01, since=since),
+        "share": result.share_since(since + 300),
     }
 
 
@@ -481,7 +486,7 @@ def splits() -> dict[str, np.ndarray]:
     """Sizes of workers: the best splits of the paper's clusters, and some others."""
     found = {"8 equal workers": np.full(8, 32.0)}
     for name, total in (("A", 128), ("B", 400), ("B", 3200), ("C", 1600)):
-        found[f"{name}, {total}"] = cluster(name, "ResNet-50").best(total)[1]
+        found[f"{name}, {total}"] = cluster(name, "ResNet-50").best(total)[1].astype(float)
     return {**found, "two workers, 4 to 1": np.array([80.0, 20.0])}
 
 
@@ -540,14 +545,14 @@ def algorithm(quick: bool, jobs: int) -> list[Row]:
         sample = 1e-3 * np.exp(rng.uniform(-1.2, 1.2, n))
         fixed_time = rng.uniform(0, 0.1, n)
         share = rng.uniform(0.2, 0.5, n)
-        link = rng.uniform(0, 0.1)
+        link = LinkProfile(latency=rng.uniform(0, 0.1) / 5, buckets=6)
         times = (share * sample, share * fixed_time, (1 - share) * sample, (1 - share) * fixed_time)
-        cases.append((Truth(*times, t_o=link, t_u=link / 5), int(rng.integers(4, 65)) * n))
+        cases.append((Cluster.of(*times, link), int(rng.integers(4, 65)) * n))
     rows.append({"cluster": "random", "gbit": None, "fixed": "to 100 ms, each its own", **_judged(cases)})
     return rows
 
 
-def _judged(cases: Sequence[tuple[Truth, int]]) -> Row:
+def _judged(cases: Sequence[tuple[Cluster, int]]) -> Row:
     counts = {"cases": 0, "negative": 0, "no boundary": 0, "sum off": 0, "slower": 0}
     worst = 0.0
     for truth, total in cases:

@@ -3,7 +3,7 @@
 python benchmarks/papers/dynamic_batching.py levels    # gains at the H-levels, simulated; 45 s of processor time
 python benchmarks/papers/dynamic_batching.py control   # controllers: dead bands, bounds, availability; 85 s
 python benchmarks/papers/dynamic_batching.py mixed     # GPU and CPU, T4 and P4, simulated; 30 s
-python benchmarks/papers/dynamic_batching.py curve     # throughput against batch size; 35 s
+python benchmarks/papers/dynamic_batching.py curve     # throughput against batch size; 50 s
 python benchmarks/papers/dynamic_batching.py accuracy  # time to accuracy, clock simulated; two minutes
 python benchmarks/papers/dynamic_batching.py emulated  # Lightning and gloo on emulated devices; ten minutes
 """
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy as np
 import torch
-from _closed_loop import Loop, Noise, Truth
+from _clusters import Cluster, Noise, simulator
 from _dynamic_batching import LEVELS, NEVER, WORKLOADS, Measured, bound, link_of, policies, server, simulate, trajectory
 from _dynamic_batching_rule import AsPrinted
 from hardware import write_table
@@ -39,7 +39,7 @@ from lightning_hetero.core.batching.integer_split import proportional_sizes
 from lightning_hetero.core.policies.base import Planner
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.core.policies.proportional import ProportionalPlanner
-from lightning_hetero.simulate import ClusterSimulator, DeviceProfile
+from lightning_hetero.simulate import ClusterSimulator, DeviceProfile, LinkProfile
 from lightning_hetero.simulate.devices.catalog import device_profile
 
 HERE = Path(__file__).parent
@@ -349,48 +349,42 @@ def mixed(args: argparse.Namespace) -> None:
 # throughput against batch size
 
 
-@dataclass(frozen=True)
-class Knee(Truth):
-    """Cluster whose worker 2 is slower per sample by a factor above a size, as where memory runs out (D Fig. 5)."""
+KNEE, BENT = 90, 1.6
+"""Size above which the largest server is slower, and its factor on the seconds per sample (as D Fig. 5)."""
 
-    knee: float = 90.0
-    factor: float = 1.6
 
-    def _bent(self, sizes: Any) -> "Truth":
-        slow = np.ones(self.workers)
-        slow[2] = self.factor if np.asarray(sizes, float)[2] > self.knee else 1.0
-        return Truth(self.q * slow, self.s, self.k * slow, self.m, self.gamma, self.t_o, self.t_u, self.buckets)
+def bent(device: DeviceProfile, size: int) -> float:
+    """Factor on a step of a device that is slower per sample above a size, as where memory runs out.
 
-    def time(self, sizes: Any) -> float:
-        return self._bent(sizes).time(sizes)
+    The factor is that of the whole step, whose fixed seconds stay; a timer sees them in each part of it.
+    """
+    samples, fixed = (device.q + device.k) * size, device.s + device.m
+    return (BENT * samples + fixed) / (samples + fixed) if size > KNEE else 1.0
 
-    def run(self, sizes: Any, steps: int, noise: Noise) -> Any:
-        return self._bent(sizes).run(sizes, steps, noise)
 
-    def best(self, total: int) -> tuple[float, Any]:
-        """Try every size of worker 2 and balance the others."""
-        rest, found = Truth(self.q[:2], self.s[:2], self.k[:2], self.m[:2]), []
-        for size in range(1, total - 1):
-            _, others = rest.best(total - size)
-            sizes = np.append(others, size)
-            found.append((self.time(sizes), tuple(sizes)))
-        least, sizes = min(found)
-        return least, np.array(sizes)
+def bent_optimum(cluster: Cluster, total: int) -> float:
+    """Least seconds of a step: try every size of worker 2 and balance the others."""
+    rest, last = cluster.part([0, 1]), cluster.part([2])
+    device = last.devices[0]
+    return min(max(rest.optimum(total - size), last.time([size]) * bent(device, size)) for size in range(1, total - 1))
 
 
 def knee_row(kind: str, planner: Planner | None, jitter: float, seeds: int) -> dict[str, Any]:
     """Loss of a controller where more samples lower a worker's throughput."""
-    devices = [server(count, "ResNet-50", SERIAL) for count in CORES]
-    parts = {name: np.array([getattr(one, name) for one in devices]) for name in ("q", "s", "k", "m")}
-    truth, total = Knee(**parts), 3 * WORKLOADS["ResNet-50"][1]
-    late, changes, sizes = [], [], []
+    cluster = Cluster(tuple(server(count, "ResNet-50", SERIAL) for count in CORES), LinkProfile())
+    total = 3 * WORKLOADS["ResNet-50"][1]
+    least, late, changes, sizes = bent_optimum(cluster, total), [], [], []
     for seed in range(seeds):
-        loop = Loop(planner, truth, total, Noise(jitter, seed=seed), cost=2e-3)
-        loop.go(CONTROL_STEPS)
-        per_sample = [one * total / max(sum(loop.plan.local_batch_sizes), 1) for one in loop.exact[-300:]]
-        late.append(100 * truth.optimum(total) / np.mean(per_sample))
-        changes.append(len(loop.changes))
-        sizes.append(loop.plan.local_batch_sizes)
+        run, slower = simulator(planner, cluster, total, Noise(jitter, seed=seed), cost=2e-3), 1.0
+        for _ in range(CONTROL_STEPS):
+            before, slower = slower, bent(cluster.devices[2], run.plan.local_batch_sizes[2])
+            if slower != before:
+                run.slow_down([1.0, 1.0, slower])
+            run.advance(1)
+        result = run.result
+        late.append(100 * least / np.mean(result.exact[-300:] * total / result.totals[-300:]))
+        changes.append(len(result.plans) - 1)
+        sizes.append(run.plan.local_batch_sizes)
     row = {"kind": kind, "jitter_%": 100 * jitter, "late_share_of_optimum_%": float(np.median(late))}
     return row | {"changes": float(np.median(changes)), "sizes": "/".join(map(str, sizes[0]))}
 
@@ -446,7 +440,7 @@ def curve(args: argparse.Namespace) -> None:
             ("pid", ProportionalPlanner(start="equal")),
             ("perf_model", PerfModelPlanner()),
         ):
-            rows.append(knee_row(kind, planner, jitter, args.seeds))
+            rows.append(knee_row(kind, planner, jitter, args.seeds if jitter else 1))
     save(rows, "curve", "Throughput against batch size, measured; controllers where it falls, simulated")
 
 
@@ -555,7 +549,7 @@ def main() -> None:
         (levels, 3, 500),
         (control, 3, 0),
         (mixed, 3, 500),
-        (curve, 3, 0),
+        (curve, 9, 0),
         (accuracy, 6, 0),
         (emulated, 3, 120),
     ):

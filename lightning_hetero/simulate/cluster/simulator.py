@@ -47,7 +47,7 @@ class ClusterSimulator:
         min_local: fewest samples of each worker, ``>= 1``.
         names: hardware identity of each worker; by default its profile's name and its place.
         capacities: peak FLOP/s of each worker, for policies that begin with them.
-        replan: interval of sync rounds: ``"auto"``, or a number of steps.
+        replan: interval of sync rounds: ``"auto"``, a number of steps, or ``"epoch"`` for those of :meth:`sync_round`.
         hysteresis: least predicted gain for which a plan changes.
         change_cost: seconds that a change of the plan costs; by default what the first worker measures.
         round_seconds: seconds of a sync round up to its decision, a number or a function of the processor time that
@@ -179,7 +179,12 @@ class ClusterSimulator:
             until = min([until, *(event.step for event in self._events)])
             self._rounds.see(self._steps.run(self.plan, until - self.step))
             if self._rounds.due(self.step):
-                self._steps.wait(self._rounds.run(self.step, self.cluster, self._steps.messages))
+                self.sync_round()
+
+    def sync_round(self, *, unseen: int = 0) -> None:
+        """Run a sync round now; ``unseen`` steps have passed since the last one beside those that were simulated."""
+        unseen = check_int("unseen", unseen, minimum=0)
+        self._steps.wait(self._rounds.run(self.step, self.cluster, self._steps.messages, unseen=unseen))
 
     def _happen(self) -> None:
         """Let the workers join and leave whose step has come."""

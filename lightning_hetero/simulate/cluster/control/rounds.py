@@ -143,9 +143,11 @@ class VirtualRounds:
         """Return whether a round follows after so many steps."""
         return self.schedule.due(step)
 
-    def context(self, cluster: ClusterState, step: int, plan: BatchPlan, **known: Any) -> PlanContext:
-        """Return the conditions of a plan after so many steps."""
-        known |= {"change_cost": self.timer.change_cost, "elapsed": step - self.schedule.last}
+    def context(
+        self, cluster: ClusterState, step: int, plan: BatchPlan, *, unseen: int = 0, **known: Any
+    ) -> PlanContext:
+        """Return the conditions of a plan after so many steps, and others since the last round that were unseen."""
+        known |= {"change_cost": self.timer.change_cost, "elapsed": step - self.schedule.last + unseen}
         return cluster.workers.context(self._config, plan.total_batch_size, **known)
 
     def run(self, step: int, cluster: ClusterState, messages: MessageExchange | None = None, **known: Any) -> float:

@@ -126,3 +126,26 @@ def test_a_restart_knows_what_a_checkpoint_keeps():
     assert simulator.planner.rounds == 4
     simulator.run(6)
     assert simulator.planner.rounds == 2
+
+
+def test_a_round_may_be_held_whenever_the_driver_wants():
+    recording = RecordingPlanner(Counting())
+    simulator = ClusterSimulator(DEVICES, 300, policy=recording, replan="epoch", round_seconds=0.25)
+    simulator.advance(30)
+    assert recording.log == []
+    simulator.sync_round()
+    simulator.advance(7)
+    simulator.sync_round(unseen=500)
+    assert [(seen.observations.num_steps, seen.context.elapsed) for seen in recording.log] == [(27, 30), (7, 507)]
+    result = simulator.run(1)
+    assert [round_.step for round_ in result.rounds] == [30, 37]
+    assert result.clock[-1] == pytest.approx(result.seconds.sum() + 0.5)
+    with pytest.raises(ValueError, match="unseen=-1"):
+        simulator.sync_round(unseen=-1)
+
+
+def test_a_round_out_of_turn_moves_the_next_one():
+    simulator = ClusterSimulator(DEVICES, 300, policy=Counting(), replan=10)
+    simulator.advance(15)
+    simulator.sync_round()
+    assert [round_.step for round_ in simulator.run(20).rounds] == [10, 15, 25, 35]
