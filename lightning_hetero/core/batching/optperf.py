@@ -94,29 +94,31 @@ def _leave_out(lines: FinishLines, total: int, step_time: float) -> tuple[tuple[
     """Return the workers whose minimum alone takes longer than the others need for the total, and the time without.
 
     With the ``k`` workers of the slowest minimum left out, the longest minimum of the rest falls with ``k``, and the
-    time that the rest needs for the total rises. The best ``k`` is where the two cross, or one before; equally slow
-    workers are left out together.
+    time that the rest needs for the total rises, both in whole samples. The best ``k`` is where the two cross, or one
+    before; equally slow workers are left out together.
     """
     slowest_first = np.argsort(-lines.finish(lines.low), kind="stable")
 
     def rest(k: int) -> FinishLines:
         return lines.part(np.isin(np.arange(len(slowest_first)), slowest_first[:k], invert=True))
 
+    def time(k: int) -> float:
+        part = rest(k)
+        if not len(part.low) or part.high.sum() < total:
+            return np.inf
+        return float(part.finish(_round(part, part.solve(total)[1], total)).max())
+
     few, many = 0, len(slowest_first)  # without ``few`` workers a minimum determines the time, without ``many`` none
     while many - few > 1:
         k = (few + many) // 2
         part = rest(k)
-        if part.high.sum() >= total and part.solve(total)[2]:
-            few = k
-        else:
-            many = k
+        few, many = (k, many) if time(k) <= part.finish(part.low).max() else (few, k)
     best: tuple[int, float] = (0, step_time)
     for k in (few, many):
-        part = rest(k)
-        if k > 0 and len(part.low) and part.high.sum() >= total:
-            shorter = float(part.finish(_round(part, part.solve(total)[1], total)).max())
-            best = (k, shorter) if shorter < best[1] else best
-    left_out = tuple(sorted(int(i) for i in slowest_first[: best[0]]))
+        shorter = time(k) if k > 0 else np.inf
+        best = (k, shorter) if shorter < best[1] else best
+    longer = lines.finish(lines.low) > best[1] * (1.0 + 1e-12)  # one that is as fast as the rest does no harm
+    left_out = tuple(sorted(int(i) for i in slowest_first[: best[0]] if longer[i]))
     return left_out, (best[1] if left_out else None)
 
 

@@ -1,5 +1,6 @@
 """The exact split against a linear and an integer programme, the closed cases of the paper, and bounds."""
 
+import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -278,6 +279,24 @@ def test_time_without_equals_a_solution_without(problem):
     )
     assert plan.step_time_without == pytest.approx(without.step_time, rel=1e-12)
     assert plan.step_time_without < plan.step_time
+
+
+def test_no_subset_is_faster_than_without_those_that_are_left_out():
+    """Nor is one left out whose single sample takes no longer than the others need for all."""
+    rng, left = np.random.default_rng(0), 0
+    for _ in range(300):
+        n, kinds = int(rng.integers(2, 7)), rng.uniform(1e-3, 2e-2, 3)
+        times = kinds[rng.integers(0, 3, n)] * np.where(rng.random(n) < 0.3, 10.0, 1.0)
+        nodes = tuple(NodeTimeModel(t / 3, 4 * t, 2 * t / 3, 0.0) for t in times.tolist())
+        total = int(rng.integers(n, 5 * n))
+        plan = solve_optperf(ClusterTimeModel(nodes), total)
+        parts = (part for k in range(1, n + 1) for part in itertools.combinations(range(n), k))
+        least = min(solve_optperf(ClusterTimeModel(tuple(nodes[i] for i in part)), total).step_time for part in parts
+                    if len(part) <= total)  # fmt: skip
+        assert (plan.step_time_without or plan.step_time) == pytest.approx(least, rel=1e-12)
+        assert all(nodes[i].compute_time(1) > plan.step_time_without for i in plan.leave_out)
+        left += bool(plan.leave_out)
+    assert left > 50
 
 
 @pytest.mark.parametrize("slow_workers", [1, 2, 3])
