@@ -97,7 +97,7 @@ class Noise:
     """
 
     def __init__(self, sigma: float, *, slow: float = 0.0, spikes: float = 0.0, seed: int = 0) -> None:
-        self.rng, self.sigma, self.slow, self.spikes = np.random.default_rng(seed), sigma, slow, spikes
+        self.rng, self.sigma, self.drifts, self.spikes = np.random.default_rng(seed), sigma, slow, spikes
         self.count = 1
         self.state: Array | None = None
         self.drift: Array | None = None
@@ -105,8 +105,11 @@ class Noise:
     def take(self, steps: int) -> Factors:
         """Factors of the next steps; those of a drift are speeds, which the optimum follows."""
         devices = self.workers(steps, self.count)
-        slow = np.ones(self.count) if self.drift is None else self.drift
-        return Factors(np.tile(slow, (steps, 1)), devices, self.link(steps), self.first(steps, self.count))
+        return Factors(np.tile(self.slow(), (steps, 1)), devices, self.link(steps), self.first(steps, self.count))
+
+    def slow(self) -> Array:
+        """Factors of the drift in the newest steps: nobody knows the next ones."""
+        return np.ones(self.count) if self.drift is None else self.drift
 
     def change(self, stay: Mapping[int, int], devices: Sequence[DeviceProfile], seeds: Sequence[int]) -> None:
         """Go on with as many workers."""
@@ -119,16 +122,16 @@ class Noise:
 
     def workers(self, steps: int, workers: int) -> Array:
         """Factors of shape ``(steps, workers, 2)``."""
-        z = self.rng.standard_normal((steps, workers, 2)) * self.sigma * np.sqrt(1 - self.slow)
-        if self.slow:
+        z = self.rng.standard_normal((steps, workers, 2)) * self.sigma * np.sqrt(1 - self.drifts)
+        if self.drifts:
             keep, drift = np.exp(-1 / 40), np.empty((steps, workers))
             state = self.rng.standard_normal(workers) if self.state is None else self.state
             for t in range(steps):
                 state = keep * state + np.sqrt(1 - keep**2) * self.rng.standard_normal(workers)
                 drift[t] = state
             self.state = state
-            z = z + self.sigma * np.sqrt(self.slow) * drift[:, :, None]
-            self.drift = np.exp(self.sigma * np.sqrt(self.slow) * drift.mean(axis=0))
+            z = z + self.sigma * np.sqrt(self.drifts) * drift[:, :, None]
+            self.drift = np.exp(self.sigma * np.sqrt(self.drifts) * drift.mean(axis=0))
         factors: Array = np.exp(z - 0.5 * self.sigma**2)
         if self.spikes:
             factors = factors * np.where(self.rng.random((steps, workers, 1)) < self.spikes, 3.0, 1.0)

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.core.batching.plan import PlanEntry
+from lightning_hetero.core.validation import check_int
 
 __all__ = ["Recorder", "RoundRecord", "SimulationResult", "Stretch"]
 
@@ -71,9 +72,9 @@ class SimulationResult:
     Args:
         names: workers that ever took part; columns of :attr:`sizes` and :attr:`idle`.
         seconds: of each step.
-        exact: seconds of each step without jitter.
-        optimum: least seconds of each step without jitter over all integer splits of the same total.
-        clock: second of the virtual clock at which each step ended, sync rounds included.
+        exact: seconds of each step without jitter, at the link's rate of the step's beginning.
+        optimum: least of these seconds over all integer splits of the same total.
+        clock: second of the virtual clock at which each step ended; a sync round is before the step that follows it.
         totals: samples of each step.
         samples: samples up to the end of each step.
         plans: plans, each from the step that it names on, with reason and predicted seconds.
@@ -157,8 +158,16 @@ class SimulationResult:
         return self.share_since(0)
 
     def share_since(self, step: int) -> float:
-        """Return :attr:`share_of_optimum` of the steps from one of them on."""
-        return float(self.optimum[step:].sum() / self.exact[step:].sum())
+        """Return :attr:`share_of_optimum` of the steps from one of them on.
+
+        Raises:
+            ValueError: if there is no such step.
+        """
+        check_int("step", step, minimum=0)
+        if step >= self.steps:
+            raise ValueError(f"step={step} is none of the {self.steps} simulated steps; run more of them first.")
+        best, took = float(self.optimum[step:].sum()), float(self.exact[step:].sum())
+        return best / took if took > 0 else 1.0  # devices that take no time lose none
 
     def first_within(self, share: float, *, since: int = 0, for_good: bool = False) -> float:
         """Return the steps until no more than a share of the least step time is lost; infinite if it never is.
@@ -168,7 +177,7 @@ class SimulationResult:
             since: step from which on they are counted.
             for_good: until it stays so.
         """
-        outside = self.exact[since:] / self.optimum[since:] - 1.0 > share
+        outside = self.exact[since:] > self.optimum[since:] * (1.0 + share)
         if for_good:
             late = np.flatnonzero(outside)
             steps = int(late[-1]) + 1 if len(late) else 0

@@ -204,19 +204,20 @@ class ClusterSimulator:
         self.change_workers(list(there.values()), list(there), restart_seconds=self._restart, capacities=capacities)
 
     def optimum(self, total_batch_size: int | None = None) -> tuple[float, npt.NDArray[np.int64]]:
-        """Return the least seconds of a step without jitter at the newest speeds, and a split that takes them.
+        """Return the least seconds of the next step without jitter, and a split that takes them.
 
         Args:
             total_batch_size: samples of the step; by default those of the next one.
         """
-        return self._steps.best(self.plan.total_batch_size if total_batch_size is None else total_batch_size)
+        total = self.plan.total_batch_size if total_batch_size is None else total_batch_size
+        return self._steps.best(check_int("total_batch_size", total, minimum=1))
 
     def time(self, plan: BatchPlan) -> float:
-        """Return the seconds of a step of a plan without jitter at the newest speeds."""
+        """Return the seconds of the next step without jitter if it ran this plan, with ``min_local`` as least size."""
         return self._steps.exact_seconds(np.maximum(plan.local_batch_sizes, self.cluster.min_local))
 
     def coefficients(self) -> Array:
-        """Return ``q``, ``s``, ``k`` and ``m`` of all workers without jitter at the newest speeds, a row each."""
+        """Return the rows ``q``, ``s``, ``k``, ``m`` of the next step without jitter, shape ``(4, workers)``."""
         return self._steps.coefficients()
 
     # what changes

@@ -129,7 +129,7 @@ class Link:
             ValueError: if the size of the gradients is not known.
         """
         now = self.effective_rate()
-        if self.measured_on and now is not None:
+        if self.measured_on and now is not None and not isinf(now):
             return replace(self, rate=rate, t_o=self.t_o * now / rate, t_u=self.t_u * now / rate)
         if self.gradient_bytes is None and not isinf(rate):
             raise ValueError(

@@ -121,9 +121,13 @@ def _compute(cluster: Cluster, sizes: npt.NDArray[np.int64]) -> Array:
 def expected_step(cluster: Cluster, model: ClusterTimeModel, sizes: npt.NDArray[np.int64]) -> tuple[float, float]:
     """Return mean and standard deviation of the seconds of a step: the largest of the workers' uncertain times.
 
-    Jitter disturbs ``a`` and ``P`` each by itself, an error of the time model both alike.
+    Jitter disturbs ``a`` and ``P`` each by itself, an error of the time model both alike. Where the link bounds a
+    worker, only the share ``gamma`` of its ``P`` counts (C eq. 7).
     """
-    both = _compute(cluster, sizes)
+    b = sizes.astype(float)
+    alpha_1, beta_1, alpha_2, beta_2 = model.coefficients()
+    bound = alpha_2 * b + beta_2 > alpha_1 * b + beta_1
+    both = _compute(cluster, sizes) * np.stack([np.ones(len(b)), np.where(bound, model.gamma, 1.0)])
     jitter, error = np.array([(w.jitter, w.error) for w in cluster.workers]).T
     deviation = np.sqrt(((jitter * both) ** 2).sum(axis=0) + (error * both.sum(axis=0)) ** 2)
     finish = model.finish_times(sizes.astype(float))
@@ -172,7 +176,7 @@ def link_answer(cluster: Cluster, total: int, step_time: float) -> LinkAnswer:
     rate, best = link.effective_rate(), least(math.inf)
     if rate is not None and math.isinf(rate):
         needed = None
-        if link.gradient_bytes is not None and len(cluster.workers) > 1:
+        if link.gradient_bytes and len(cluster.workers) > 1:
             finite = cluster.with_link(link.at_rate(1.0))
             needed = link_answer(finite, total, best).rate_needed
         return LinkAnswer(rate, 1.0, None, needed)

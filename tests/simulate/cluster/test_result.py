@@ -5,6 +5,7 @@ from math import inf
 import numpy as np
 import pytest
 
+from lightning_hetero.simulate import ClusterSimulator, DeviceProfile
 from lightning_hetero.simulate.cluster.result import Recorder, Stretch
 
 
@@ -57,3 +58,15 @@ def test_columns_are_workers_and_long_steps_count_for_more():
     np.testing.assert_allclose(found.idle_share, [1.5 / 4, 1.5 / 8, 0.0])
     assert found.samples.tolist() == [4, 8, 12]
     assert found.clock.tolist() == [1.0, 4.0, 8.0]
+
+
+@pytest.mark.parametrize("step", [-1, 10, 99])
+def test_a_share_is_that_of_steps_that_ran(step):
+    result = ClusterSimulator([DeviceProfile(0.001, 0, 0.002, 0)] * 2, 20).run(10)
+    with pytest.raises(ValueError, match=f"step={step}"):
+        result.share_since(step)
+
+
+def test_devices_that_take_no_time_lose_none():
+    result = ClusterSimulator([DeviceProfile(0, 0, 0, 0)] * 2, 20).run(10)
+    assert (result.share_of_optimum, result.first_within(0.01)) == (1.0, 0)

@@ -187,6 +187,28 @@ def test_jitter_and_errors_make_steps_longer():
     assert one.step_time_error == pytest.approx(0.1 * one.step_time, rel=5e-3)
 
 
+@pytest.mark.parametrize("gamma", [0.0, 0.12, 0.5, 1.0])
+def test_jitter_of_what_the_link_hides_does_not_count(gamma):
+    """Drawn by eq. 7; of the backward pass, only the share before the first bucket is on the way."""
+    rng, link = np.random.default_rng(0), Link(1e8, 2.5e8, 0.0, 5, gamma)
+    workers = tuple(Worker(f"w{i}", 1e-4, 1e-3, 1e-3, 1e-2, jitter=0.05) for i in range(4))
+    answer = plan_cluster(Cluster(workers, link), 200)
+    a, p = (seconds * (1 + 0.05 * rng.standard_normal((40000, 4))) for seconds in (0.006, 0.06))
+    t_o, t_u = link.times(4)
+    steps = np.maximum((a + p).max(axis=1) + t_u, (a + gamma * p).max(axis=1) + t_o + t_u)
+    assert answer.expected_step_time == pytest.approx(steps.mean(), rel=2e-3)
+    assert answer.step_time_error == pytest.approx(steps.std(), rel=0.05)
+
+
+def test_a_link_that_takes_no_time_is_unlimited():
+    workers = (Worker("a", 0.001, 0.0, 0.002, 0.0), Worker("b", 0.002, 0.0, 0.004, 0.0))
+    measured = plan_cluster(Cluster(workers, Link(100e6, t_o=0.0, t_u=0.0, measured_on=2)), 30)
+    unlimited = plan_cluster(Cluster(workers, Link(100e6)), 30)
+    assert measured.link == unlimited.link
+    assert measured.link.rate == math.inf
+    assert measured.link.rate_needed > 0
+
+
 def test_what_is_infinite_is_null_in_json():
     answer = plan_cluster(Cluster((Worker("w", 0.001, 0.01, 0.002, 0.01),)), 10).to_dict()
     assert answer["workers"][0]["brings"] == 1.0

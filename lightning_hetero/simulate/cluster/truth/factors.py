@@ -40,6 +40,9 @@ class FactorStream(Protocol):
     def take(self, steps: int) -> Factors:
         """Return the factors of the next steps."""
 
+    def slow(self) -> Array:
+        """Return the factor of each worker's speed in the next step, without jitter, as far as it is known."""
+
     def change(self, stay: Mapping[int, int], devices: Sequence[DeviceProfile], seeds: Sequence[int]) -> None:
         """Go on with other devices.
 
@@ -83,6 +86,10 @@ class ProfileFactors:
             link = _log_normal(self._link.standard_normal(steps), self._link_jitter)
         return Factors(slow, devices, link)
 
+    def slow(self) -> Array:
+        """Return the slowdown of each device in its next pass."""
+        return np.array([stream.slow for stream in self._streams])
+
     def change(self, stay: Mapping[int, int], devices: Sequence[DeviceProfile], seeds: Sequence[int]) -> None:
         """Go on with other devices; arguments as for :meth:`FactorStream.change`."""
         kept = {there: self._streams[before] for before, there in stay.items()}
@@ -98,6 +105,11 @@ class _DeviceStream:
         if not self.constant:
             self._single, self._shared = np.random.default_rng([seed, 0]), np.random.default_rng([seed, 1])
         self._passage, self._rounds, self._drawn = 0, np.ones(0), np.ones((0, 2))
+
+    @property
+    def slow(self) -> float:
+        """Slowdown of the next pass."""
+        return self.profile.slowdown_at(self._passage)
 
     def take(self, steps: int) -> tuple[Array, Array]:
         """Return the slowdown, and both factors, of the next passes."""

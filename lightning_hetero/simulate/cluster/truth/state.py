@@ -73,7 +73,10 @@ class ClusterState:
 
     def slowed(self, factors: float | Sequence[float] | Array, link: float = 1.0) -> "ClusterState":
         """Return the cluster with each worker, and the link, slower by a factor than its profile says."""
-        slow = np.broadcast_to(np.asarray(factors, dtype=float), (self.size,))
-        if not (np.isfinite(slow).all() and (slow > 0).all()):
-            raise ValueError(f"factors={factors!r} must be finite numbers above 0, one per worker or one for all.")
-        return replace(self, slow=slow, link=self.link.slowed(link))
+        slow = np.asarray(factors, dtype=float)
+        if slow.shape not in ((), (self.size,)) or not (np.isfinite(slow).all() and (slow > 0).all()):
+            raise ValueError(
+                f"factors={factors!r} must be finite numbers above 0, one for each of {self.size} workers or one for "
+                "all."
+            )
+        return replace(self, slow=np.broadcast_to(slow, (self.size,)), link=self.link.slowed(link))

@@ -43,7 +43,6 @@ class StepRunner:
         self.cluster, self.count, self.clock = cluster, 0, 0.0
         self.undisturbed, self._factors, self._record = cluster, factors, record
         self.messages = messages
-        self._slow = np.ones(cluster.size)  # slowdown of the newest step
         self._seeds = cluster.size  # so many were given out
         self._known: tuple[tuple[object, ...], tuple[float, float]] | None = None  # of the newest split
 
@@ -60,35 +59,41 @@ class StepRunner:
         self._factors.change(stay, cluster.devices, [seed + self._seeds + i for i in range(cluster.size)])
         self._seeds += cluster.size
         self.cluster = self.undisturbed = cluster
-        self._slow = np.ones(cluster.size)
 
     def wait(self, seconds: float) -> None:
         """Let the clock go on."""
         self.clock += seconds
 
-    def exact_seconds(self, sizes: Array, at: float | None = None) -> float:
-        """Return the seconds of a step without jitter, at the speeds of the newest one and the link of some second."""
-        lines, waits = self._lines(self.clock if at is None else at)
+    def exact_seconds(self, sizes: Array) -> float:
+        """Return the seconds of the next step without jitter."""
+        return self._exact(sizes, self._factors.slow(), self.clock)
+
+    def best(self, total: int) -> tuple[float, npt.NDArray[np.int64]]:
+        """Return the least of these seconds over all integer splits of a total, and a split that takes them."""
+        return self._best(total, self._factors.slow(), self.clock)
+
+    def coefficients(self) -> Array:
+        """Return the rows ``q``, ``s``, ``k`` and ``m`` of all workers in the next step."""
+        return np.asarray(self.cluster.coefficients * self._factors.slow())
+
+    def _exact(self, sizes: Array, slow: Array, at: float) -> float:
+        lines, waits = self._lines(slow, at)
         return max(float(lines.seconds(sizes).max()), waits)
 
-    def best(self, total: int, at: float | None = None) -> tuple[float, npt.NDArray[np.int64]]:
-        """Return the least of these seconds over all integer splits of a total, and a split that takes them."""
-        lines, waits = self._lines(self.clock if at is None else at)
+    def _best(self, total: int, slow: Array, at: float) -> tuple[float, npt.NDArray[np.int64]]:
+        lines, waits = self._lines(slow, at)
         seconds, sizes = best_split(lines, total, self.cluster.low, self.cluster.high)
         return max(seconds, waits), sizes
 
-    def _lines(self, at: float) -> tuple[CostLines, float]:
+    def _lines(self, slow: Array, at: float) -> tuple[CostLines, float]:
         """Return the step time that each worker asks for, and that which stale messages ask for."""
         messages = self._messages
         if messages is None:
-            return self.cluster.lines(self._slow, at), 0.0
+            return self.cluster.lines(slow, at), 0.0
         takes = messages.seconds(at)
         seconds = np.array([0.0 if messages.stale else takes])
-        return CostLines.of(self.coefficients(), np.ones(1), seconds), takes if messages.stale else 0.0
-
-    def coefficients(self) -> Array:
-        """Return the rows ``q``, ``s``, ``k`` and ``m`` of all workers at the speeds of the newest step."""
-        return np.asarray(self.cluster.coefficients * self._slow)
+        lines = CostLines.of(self.cluster.coefficients * slow, np.ones(1), seconds)
+        return lines, takes if messages.stale else 0.0
 
     @property
     def most(self) -> int:
@@ -162,15 +167,15 @@ class StepRunner:
         turned = [t for t in range(1, len(rates)) if rates[t] != rates[t - 1]]
         first = [0, *sorted({*moved.tolist(), *turned})]
         for here, there in zip(first, [*first[1:], len(begins)], strict=True):
-            self._slow = factors.slow[here]
-            exact[here:there], best[here:there] = self._of_split(plan, sizes, rates[here], float(begins[here]))
+            step = factors.slow[here], rates[here], float(begins[here])
+            exact[here:there], best[here:there] = self._of_split(plan, sizes, *step)
         return exact, best
 
-    def _of_split(self, plan: BatchPlan, sizes: Array, rate: float, at: float) -> tuple[float, float]:
+    def _of_split(self, plan: BatchPlan, sizes: Array, slow: Array, rate: float, at: float) -> tuple[float, float]:
         messages = self._messages
         sent = () if messages is None else (messages.density, messages.stale)
-        key = (self._slow.tobytes(), plan.local_batch_sizes, id(self.cluster), rate, sent)
+        key = (slow.tobytes(), plan.local_batch_sizes, id(self.cluster), rate, sent)
         if self._known is None or self._known[0] != key:
             total = int(max(plan.total_batch_size, self.cluster.low.sum()))
-            self._known = key, (self.exact_seconds(sizes, at), self.best(total, at)[0])
+            self._known = key, (self._exact(sizes, slow, at), self._best(total, slow, at)[0])
         return self._known[1]

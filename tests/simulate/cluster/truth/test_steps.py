@@ -43,16 +43,33 @@ def test_a_worker_that_is_left_out_runs_its_minimum():
     assert result.totals.tolist() == [20] * 3
 
 
-def test_coefficients_and_times_are_those_at_the_newest_speeds_without_jitter():
+def test_coefficients_and_times_are_those_of_the_next_step_without_jitter():
     devices = [
-        DeviceProfile(0.001, 0.01, 0.002, 0.02, jitter=0.1, slowdown={5: 2.0}),
+        DeviceProfile(0.001, 0.01, 0.002, 0.02, jitter=0.1, slowdown={0: 3.0, 5: 2.0, 10: 1.0}),
         DeviceProfile(0.001, 0, 0.002, 0),
     ]
     link = LinkProfile(gradient_bytes=1e6, rate=1e8)
     simulator = ClusterSimulator(devices, 20, link=link, policy="even")
-    for steps, slow in ((5, 1.0), (5, 2.0)):
-        result = simulator.run(steps)
+    for slow in (3.0, 2.0, 1.0):
         np.testing.assert_allclose(simulator.coefficients()[:, 0], slow * np.array([0.001, 0.01, 0.002, 0.02]))
         np.testing.assert_allclose(simulator.coefficients()[:, 1], [0.001, 0, 0.002, 0])
-        assert simulator.time(simulator.plan) == pytest.approx(result.exact[-1])
         assert simulator.time(BatchPlan(20, (19, 1))) > simulator.time(simulator.plan)
+        expected = simulator.time(simulator.plan), simulator.optimum()[0]
+        result = simulator.run(5)
+        assert result.exact[-5:] == pytest.approx(expected[0])
+        assert result.optimum[-5:] == pytest.approx(expected[1])
+
+
+def test_a_slowdown_is_one_for_all_or_one_each():
+    simulator = ClusterSimulator([DeviceProfile(0.001, 0, 0.002, 0)] * 3, 30)
+    with pytest.raises(ValueError, match=r"factors=\[1, 2\] must be .* one for each of 3 workers or one for all"):
+        simulator.slow_down([1, 2])
+    before = simulator.time(simulator.plan)
+    simulator.slow_down(2.0)
+    assert simulator.time(simulator.plan) == pytest.approx(2 * before)
+
+
+def test_a_step_without_samples_has_no_optimum():
+    simulator = ClusterSimulator([DeviceProfile(0.001, 0, 0.002, 0)] * 3, 30)
+    with pytest.raises(ValueError, match="total_batch_size=0"):
+        simulator.optimum(0)
