@@ -246,7 +246,7 @@ class Cluster:
         left, kept = list(self.workers[:of]), self.workers[len(self.workers) if of is None else of :]
         for entry in names:
             match = re.fullmatch(r"(\d+)\s*[x*]\s*(.+)", entry.strip())
-            count, name = (parse_count(match[1]), match[2]) if match else (1, entry.strip())
+            count, name = (parse_count(match[1], 100_000), match[2]) if match else (1, entry.strip())
             for _ in range(count):
                 at = [i for i, worker in enumerate(left) if worker.name.lower() == name.lower()]
                 if not at:

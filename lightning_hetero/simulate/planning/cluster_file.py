@@ -168,10 +168,10 @@ def _counted(text: str) -> tuple[int, str]:
 
 def _workers_count(text: object) -> int:
     """Return a number of workers that a plan can be made for."""
-    count = parse_count(text)
-    if count <= MOST_WORKERS:
-        return count
-    raise ValueError(f"{text} workers are too many; a cluster has at most {MOST_WORKERS}.")
+    try:
+        return parse_count(text, MOST_WORKERS)
+    except ValueError as error:
+        raise ValueError(f"the number of workers, {error}") from None
 
 
 def _of_file(entry: Entry, given: Given) -> Cluster:
