@@ -4,6 +4,7 @@ The order is JSON in the environment variable :data:`VARIABLE`, the answer a fil
 may be started by anything that hands the variable to all ranks.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -75,6 +76,23 @@ class ProbeOrder:
         text = replace(self, host=socket.gethostname(), pid=os.getpid()).to_json()
         self._written.write_text(text, encoding="utf-8")
         return text
+
+    def refuse(self, reason: str) -> None:
+        """Write why the script cannot do it, for :meth:`refusal`; nothing where the answer's folder is not visible."""
+        with contextlib.suppress(OSError):
+            Path(f"{self.report}.refused").write_text(reason, encoding="utf-8")
+
+    @staticmethod
+    def refusal(report: str | Path) -> str | None:
+        """Return why a script could not do what it was ordered, ``None`` if it did not say.
+
+        Args:
+            report: path of the answer.
+        """
+        try:
+            return Path(f"{report}.refused").read_text(encoding="utf-8")
+        except OSError:
+            return None
 
     @property
     def _written(self) -> Path:

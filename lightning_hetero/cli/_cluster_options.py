@@ -2,31 +2,45 @@
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
-from lightning_hetero.simulate.devices.catalog import published_clusters, published_devices, workload_named, workloads
+from lightning_hetero.simulate.devices.catalog import (
+    cluster_devices,
+    published_clusters,
+    published_devices,
+    workload_named,
+    workloads,
+)
 from lightning_hetero.simulate.devices.names import UnknownNameError, closest
-from lightning_hetero.simulate.planning.cluster import Cluster
+from lightning_hetero.simulate.planning.cluster import Cluster, Worker
 from lightning_hetero.simulate.planning.cluster_file import (
     Given,
     named_workers,
-    parse_model,
-    parse_prices,
     read_cluster,
 )
 from lightning_hetero.simulate.planning.picture import check_picture
 from lightning_hetero.simulate.planning.tables import table
-from lightning_hetero.simulate.planning.units import parse_count, parse_number, parse_rate, parse_seconds
+from lightning_hetero.simulate.planning.units import (
+    parse_count,
+    parse_jitter,
+    parse_model,
+    parse_prices,
+    parse_rate,
+    parse_seconds,
+)
 
 __all__ = [
     "add_cluster_options",
     "changed",
     "check_prices",
     "cluster_of",
+    "drawn",
     "given_of",
+    "joined_negatives",
     "list_published",
     "option",
     "write_json",
@@ -57,7 +71,7 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     add("--model", type=option(parse_model), metavar="params=124M", help="size of the gradients, or bytes=248MB")
     add("--link", type=option(parse_rate), metavar="100Mbit", help="rate that each worker can send; inf for no limit")
     add("--latency", type=option(parse_seconds), metavar="1ms", help="time of each bucket beside its bytes (default 0)")
-    add("--jitter", type=option(parse_number), metavar="X", help="relative deviation of the times of named devices")
+    add("--jitter", type=option(parse_jitter), metavar="X", help="relative deviation of the times of named devices")
     add("--add", action="append", default=[], metavar="2xT4", help="workers to add; may be repeated")
     add("--drop", action="append", default=[], metavar="2xT4", help="workers to leave out; may be repeated")
     prices = "price of an hour, of a device or of all"
@@ -67,6 +81,22 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     picture = "draw it, too (.png, .svg, .pdf); needs Matplotlib"
     add("--picture", type=option(check_picture), metavar="FILE", help=picture)
     add("--list", action="store_true", help="list the devices, workloads and clusters of the papers, and end")
+
+
+def joined_negatives(argv: Sequence[str]) -> list[str]:
+    """Return the arguments with a negative number as part of the option before it, so that its parser is asked.
+
+    Example:
+        >>> joined_negatives(["A", "--link", "-1Gbit", "--json"])
+        ['A', '--link=-1Gbit', '--json']
+    """
+    found: list[str] = []
+    for text in argv:
+        if found and re.fullmatch(r"--\w[\w-]*", found[-1]) and re.match(r"-\.?(?:\d|inf)", text):
+            found[-1] += f"={text}"
+        else:
+            found.append(text)
+    return found
 
 
 def given_of(options: argparse.Namespace) -> Given:
@@ -107,12 +137,24 @@ def changed(cluster: Cluster, options: argparse.Namespace) -> Cluster:
     given = replace(given_of(options), workload=cluster.workload, jitter=cluster.jitter)
     before = len(cluster.workers)
     if options.add:
-        more = [worker for text in options.add for worker in named_workers(text, given)]
+        more = [worker for text in options.add for worker in _added(text, given)]
         cluster = cluster.added(more).priced(given.prices or {})
     check_prices(given.prices or {}, [worker.name for worker in cluster.workers])
     if options.drop:
-        cluster = cluster.dropped([name for text in options.drop for name in text.split(",")], of=before)
+        names = [name.strip() for text in options.drop for name in text.split(",") if name.strip()]
+        if not names:
+            raise ValueError(f"--drop {options.drop[-1]!r} names no worker; give one such as 2xT4, or no --drop.")
+        cluster = cluster.dropped(names, of=before)
     return cluster
+
+
+def _added(text: str, given: Given) -> list[Worker]:
+    try:
+        return named_workers(text, given)
+    except UnknownNameError as error:
+        raise UnknownNameError(f"--add {text}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"--add {text!r}: {error}") from None
 
 
 def check_prices(prices: Mapping[str, float], names: Sequence[str]) -> None:
@@ -139,8 +181,31 @@ def write_json(value: Any) -> None:
     sys.stdout.write("\n")
 
 
-def list_published() -> None:
+def drawn(command: str, path: str, draw: Callable[[str], None]) -> int:
+    """Draw a picture and return the exit code: 2 if its file cannot be written."""
+    try:
+        draw(path)
+    except OSError as error:
+        why = error.strerror or "it cannot be written"
+        sys.stderr.write(f"lightning-hetero {command}: --picture {path}: {why}. Give a file that can be written.\n")
+        return 2
+    return 0
+
+
+def list_published(*, as_json: bool = False) -> None:
     """Write the devices, workloads and clusters of the papers to the terminal."""
+    if as_json:
+        write_json(
+            {
+                "devices": [asdict(device) for device in published_devices().values()],
+                "workloads": [asdict(workload) for workload in workloads().values()],
+                "clusters": [
+                    {"name": name, "what": what, "workers": cluster_devices(name)}
+                    for name, what in published_clusters().items()
+                ],
+            }
+        )
+        return
     devices = [
         (name, f"{d.tflops:.3g}", f"{d.memory_gb:g}", "-" if d.price_per_hour is None else f"{d.price_per_hour:g}")
         for name, d in published_devices().items()

@@ -16,7 +16,7 @@ from typing import IO, TypeVar
 
 from lightning_hetero.probe_job import VARIABLE, ProbeOrder
 
-__all__ = ["ProbeError", "ScriptRun", "seconds_option", "whole_option"]
+__all__ = ["ProbeError", "RefusedError", "ScriptRun", "seconds_option", "whole_option"]
 
 Answer = TypeVar("Answer")
 
@@ -39,6 +39,10 @@ SETTINGS = RunSettings()
 
 class ProbeError(RuntimeError):
     """Error of a probe training that ended without an answer."""
+
+
+class RefusedError(ProbeError):
+    """Error of a script that cannot do what it was ordered; the message is its reason."""
 
 
 class ScriptRun:
@@ -66,6 +70,7 @@ class ScriptRun:
 
         Raises:
             ProbeError: if the script fails, or does not answer.
+            RefusedError: if it says why it cannot.
         """
         with tempfile.TemporaryDirectory(prefix="lightning-hetero-probe-") as folder:
             answer = Path(folder, "answer.json")
@@ -75,6 +80,9 @@ class ScriptRun:
                 tail = "\n".join(output.read().splitlines()[-SETTINGS.shown_lines :])
             if code == 0 and answer.is_file():
                 return read(answer)
+            refusal = ProbeOrder.refusal(answer)
+        if refusal is not None:
+            raise RefusedError(refusal)
         why = {
             None: f"was not done within {self.timeout:g} s; {too_long}",
             0: "ended without an answer; does its Trainer fit with strategy='hetero_ddp'?",

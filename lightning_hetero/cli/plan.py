@@ -4,7 +4,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_hetero.cli._cluster_options import add_cluster_options, changed, cluster_of, list_published, write_json
+from lightning_hetero.cli._cluster_options import (
+    add_cluster_options,
+    changed,
+    cluster_of,
+    drawn,
+    joined_negatives,
+    list_published,
+    write_json,
+)
 from lightning_hetero.simulate.planning.figures import plan_cluster
 from lightning_hetero.simulate.planning.picture import draw_plan
 from lightning_hetero.simulate.planning.tables import compared_text, plan_text
@@ -15,9 +23,9 @@ __all__ = ["main"]
 def main(argv: Sequence[str]) -> int:
     """Plan a cluster; with ``--add`` or ``--drop``, the changed one beside it."""
     parser = _parser()
-    options = parser.parse_args(list(argv))
+    options = parser.parse_args(joined_negatives(argv))
     if options.list:
-        list_published()
+        list_published(as_json=options.json)
         return 0
     try:
         cluster = cluster_of(options)
@@ -34,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         if before is not None:
             sys.stdout.write(compared_text(before, answer))
     if options.picture:
-        draw_plan(answer, options.picture, after.name)
+        return drawn("plan", options.picture, lambda path: draw_plan(answer, path, after.name))
     return 0
 
 

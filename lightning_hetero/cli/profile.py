@@ -6,6 +6,7 @@ The script itself is started, on one worker; its strategy obeys an order in the 
 
 import argparse
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -14,17 +15,20 @@ from pathlib import Path
 import numpy as np
 
 from lightning_hetero.cli._cluster_options import option
-from lightning_hetero.cli._script_run import ProbeError, ScriptRun, seconds_option, whole_option
+from lightning_hetero.cli._script_run import ProbeError, RefusedError, ScriptRun, seconds_option, whole_option
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.timing.step_time import ClusterTimeModel
 from lightning_hetero.probe_job import DeviceReport, ProbeOrder
 from lightning_hetero.simulate.planning.cluster import Cluster, Link, Worker
 from lightning_hetero.simulate.planning.recorded import record
 from lightning_hetero.simulate.planning.units import format_seconds, parse_count, parse_number
+from lightning_hetero.simulate.planning.wording import check_name
 
 __all__ = ["fitted", "main"]
 
 MOST_JITTER = 0.15
+MOST_SIZE = 10**9
+OPTIONS = ("--output", "--name", "--steps", "--sizes", "--price", "--timeout", "--launcher")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,11 +38,14 @@ def main(argv: Sequence[str]) -> int:
         argv: options, the script, and the script's arguments.
 
     Returns:
-        0 if the profile is written, 1 if the script fails, 2 for wrong arguments.
+        0 if the profile is written, 1 if the script fails, 2 for wrong arguments, or sizes that the script cannot do.
     """
     options = _parser().parse_args(list(argv))
-    if not options.script.is_file():
-        sys.stderr.write(f"lightning-hetero profile: there is no script {options.script}.\n")
+    if not os.path.isfile(options.script):
+        what = "is a folder" if os.path.isdir(options.script) else "does not exist"
+        sys.stderr.write(
+            f"lightning-hetero profile: there is no script {options.script}: it {what}. Give the file that trains.\n"
+        )
         return 2
     if options.output.is_dir() or not options.output.parent.is_dir():
         sys.stderr.write(
@@ -55,10 +62,16 @@ def main(argv: Sequence[str]) -> int:
             "raise --timeout, or lower --steps",
         )
         cluster = fitted(report, options.name, options.price)
+        options.output.write_text(json.dumps(record(cluster), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        why = error.strerror or "it cannot be written"
+        sys.stderr.write(
+            f"lightning-hetero profile: --output {options.output}: {why}. Give a file in another folder.\n"
+        )
+        return 2
     except (ProbeError, ValueError) as error:
-        sys.stderr.write(f"lightning-hetero profile: {error}\n")
-        return 1
-    options.output.write_text(json.dumps(record(cluster), indent=2) + "\n", encoding="utf-8")
+        sys.stderr.write(f"lightning-hetero profile: {error}{_misplaced(options.arguments)}\n")
+        return 2 if isinstance(error, RefusedError) else 1
     sys.stdout.write(_text(report, cluster, options.output))
     return 0
 
@@ -132,7 +145,31 @@ def _text(report: DeviceReport, cluster: Cluster, output: Path) -> str:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(parse_count(part) for part in text.split(","))
+    sizes = tuple(parse_count(part, MOST_SIZE) for part in text.split(",") if part.strip())
+    if len(set(sizes)) < 2:
+        raise ValueError(
+            f"{text!r} has fewer than two different sizes, which cannot tell fixed from variable time; give "
+            "two at least, such as 8,16,32."
+        )
+    return sizes
+
+
+def _launcher(text: str) -> list[str]:
+    command = shlex.split(text)
+    if not command:
+        raise ValueError(f"{text!r} is no command; give what starts the script, such as 'srun python'.")
+    return command
+
+
+def _misplaced(arguments: Sequence[str]) -> str:
+    """Return a hint for options of this command that stand after the script, which got them."""
+    own = [text for text in arguments if text.split("=")[0] in OPTIONS]
+    if not own:
+        return ""
+    return (
+        f"\n{own[0]} stands after the script, so the script got it. If it is meant for `profile`, put it before the "
+        f"script: lightning-hetero profile {own[0]} ... script.py."
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -142,14 +179,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--output", type=Path, default=Path("device.json"), metavar="FILE", help="profile to write (device.json)")
-    add("--name", help="name of the device in plans (default: as torch names it)")
+    add("--name", type=option(check_name), help="name of the device in plans (default: as torch names it)")
     add("--steps", type=whole_option(2), default=12, metavar="N", help="steps to time at each size (default 12)")
     sizes = "batch sizes in order (default: a quarter to twice the script's own, up and down)"
     add("--sizes", type=option(_sizes), default=(), metavar="8,16,32", help=sizes)
     add("--price", type=option(parse_number), metavar="X", help="price of an hour of this device, for the cost")
     add("--timeout", type=seconds_option, default=1800.0, metavar="SECONDS", help="longest run (default 1800)")
     starts = "what starts the script (default: this Python)"
-    add("--launcher", type=shlex.split, default=[sys.executable], metavar="COMMAND", help=starts)
+    add("--launcher", type=option(_launcher), default=[sys.executable], metavar="COMMAND", help=starts)
     add("script", type=Path, help="script that trains with strategy='hetero_ddp' on one device")
     add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser

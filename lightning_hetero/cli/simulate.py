@@ -8,6 +8,8 @@ from lightning_hetero.cli._cluster_options import (
     add_cluster_options,
     changed,
     cluster_of,
+    drawn,
+    joined_negatives,
     list_published,
     option,
     write_json,
@@ -20,12 +22,15 @@ from lightning_hetero.simulate.planning.units import parse_count
 
 __all__ = ["main"]
 
+MOST_STEPS = 100_000
+MOST_SEED = 2**31
+
 
 def main(argv: Sequence[str]) -> int:
     """Simulate a cluster, after ``--add`` and ``--drop``."""
-    options = _parser().parse_args(list(argv))
+    options = _parser().parse_args(joined_negatives(argv))
     if options.list:
-        list_published()
+        list_published(as_json=options.json)
         return 0
     try:
         cluster = changed(cluster_of(options), options)
@@ -40,7 +45,12 @@ def main(argv: Sequence[str]) -> int:
     if options.picture:
         result = answer.result
         shares = result.optimum / result.exact
-        draw_split(range(result.steps), result.sizes, shares, answer.names, options.picture, cluster.name)
+        steps = range(result.steps)
+        return drawn(
+            "simulate",
+            options.picture,
+            lambda path: draw_split(steps, result.sizes, shares, answer.names, path, cluster.name),
+        )
     return 0
 
 
@@ -51,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_cluster_options(parser)
     add, names = parser.add_argument, tuple(NAMED)
-    add("--steps", type=option(parse_count), default=200, metavar="N", help="steps to simulate (default 200)")
+    add("--steps", type=option(_steps), default=200, metavar="N", help="steps to simulate (default 200)")
     policies = f"who splits the batch: {', '.join(names)} (default perf_model)"
     known = option(lambda text: str(check_choice("policy", text, names)))
     add("--policy", type=known, default="perf_model", metavar="NAME", help=policies)
@@ -59,5 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _steps(text: str) -> int:
+    return parse_count(text, MOST_STEPS)
+
+
 def _seed(text: str) -> int:
-    return 0 if text == "0" else parse_count(text)
+    return parse_count(text, MOST_SEED, 0)

@@ -6,12 +6,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
 from lightning_hetero import cli
 from lightning_hetero.simulate.planning import Given, plan_cluster, read_cluster
-from lightning_hetero.simulate.planning.cluster_file import parse_model
+from lightning_hetero.simulate.planning.units import parse_model
 
 B = ["B", "--workload", "resnet50-imagenet", "--total-batch", "1024", "--link", "10Gbit"]
 
@@ -100,6 +101,91 @@ def test_all_names_are_listed(run, command):
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_lists_as_json(run, command):
+    code, text, _ = run(command, "--list", "--json")
+    found = json.loads(text)
+    assert code == 0
+    assert {"name": "T4", "tflops": 4.9034}.items() <= next(d for d in found["devices"] if d["name"] == "T4").items()
+    assert "bert-squad" in [workload["name"] for workload in found["workloads"]]
+    assert found["clusters"][0] == {"name": "A", "what": ANY, "workers": ["A5000", "A4000", "P4000"]}
+
+
+def test_a_simulation_says_what_an_epoch_takes_and_costs(run):
+    arguments = ["simulate", *B, "--steps", "20", "--price", "2", "--samples", "1M"]
+    code, text, _ = run(*arguments)
+    assert code == 0
+    assert "for 1000000 samples, costs" in text
+    found = json.loads(run(*arguments, "--json")[1])
+    seconds = 1e6 / found["samples_per_second"]
+    assert found["epoch"]["seconds"] == pytest.approx(seconds)
+    assert found["epoch"]["cost"] == pytest.approx(found["epoch"]["price_per_hour"] * seconds / 3600)
+    assert "its cost needs the price of T4" in run("simulate", "2xT4", "--workload", "bert-squad", "--steps", "5")[1]
+
+
+TWINS = "total_batch_size: 8\nworkers: [{q: 1, s: 0, k: 1, m: 0, name: a}, {q: 3, s: 0, k: 1, m: 0, name: a}]\n"
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_different_devices_of_one_name_are_told_apart(run, tmp_path, command):
+    (tmp_path / "twins.yaml").write_text(TWINS)
+    code, text, _ = run(command, str(tmp_path / "twins.yaml"))
+    assert code == 0
+    assert "\na #1 " in text
+    assert "\na #2 " in text
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_long_and_wide_names_keep_the_table_readable(run, tmp_path, command):
+    name, times = "x" * 300, "q: 1, s: 0, k: 1, m: 0"
+    text = f"total_batch_size: 8\nworkers: [{{{times}, name: {name}}}, {{{times}, name: größe 日本}}]\n"
+    (tmp_path / "names.yaml").write_text(text)
+    code, text, _ = run(command, str(tmp_path / "names.yaml"))
+    assert code == 0
+    long, wide = (line for line in text.splitlines() if line.startswith(("xxx", "größe")))
+    assert "xxx...xxx" in long
+    assert len(long) == len(wide) + 2 < 130
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_the_slowest_and_the_fastest_that_is_allowed(run, tmp_path, command):
+    (tmp_path / "far.yaml").write_text(
+        "total_batch_size: 1e6\nlink: 1Mbit\nmodel: bytes=1MB\nworkers:\n"
+        "  - {name: slow, q: 1e9, s: 1e9, k: 1e9, m: 1e9, price: 1e9, jitter: 1}\n"
+        "  - {name: fast, q: 1e-3, s: 0, k: 0, m: 0}\n"
+    )
+    for more in ((), ("--link", "1000000Tbit"), ("--link", "inf", "--total-batch", "2")):
+        code, text, errors = run(command, str(tmp_path / "far.yaml"), *more)
+        assert (code, errors) == (0, "")
+        assert max(map(len, text.splitlines())) < 140
+        assert not re.search(r"\bnan\b|\binf\b", text)
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+@pytest.mark.parametrize("slow", ["{device: A100}", "{name: slow, q: 1e9, s: 0, k: 0, m: 0}"])
+def test_times_that_no_sum_can_hold_are_refused(run, tmp_path, command, slow):
+    text = f"workload: bert-squad\nlink: 1bit\nworkers:\n  - {slow}\n  - {{name: fast, q: 1e-12, s: 0, k: 0, m: 0}}\n"
+    (tmp_path / "far.yaml").write_text(text)
+    code, _, errors = run(command, str(tmp_path / "far.yaml"))
+    assert code == 2
+    assert "too different to compute with" in errors
+    assert "Check the workers' times, the model's size and the link's rate." in errors
+
+
+def test_one_is_no_plural(run):
+    arguments = ["A100", "--workload", "bert-squad"]
+    assert "A100: 1 worker, " in run("simulate", *arguments, "--steps", "1")[1]
+    assert ", 1 step\n" in run("simulate", *arguments, "--steps", "1")[1]
+    assert "before the change: 1 worker, " in run("plan", *arguments, "--add", "T4")[1]
+    assert "all but an A100: " in run("plan", "A100,T4", *arguments[1:], "--link", "1Mbit")[1]
+
+
+def test_what_is_too_long_to_simulate_is_refused(run):
+    code, _, errors = run("simulate", *B, "--steps", "1e12")
+    assert code == 2
+    assert "from 1 to 100000" in errors
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -116,12 +202,29 @@ def test_all_names_are_listed(run, command):
         (["A", "--workload", "bert-squad", "--add", "A4001"], ["'A4001' is unknown", "Did you mean A4000"]),
         (["A", "--workload", "bert-squad", "--picture", "x.gif"], ["--picture", ".png, .svg, .pdf"]),
         (["A", "--workload", "bert-squad", "--picture", "/no/x.png"], ["--picture", "a folder that exists"]),
-        (["A", "--workload", "bert-squad", "--add", "1000000000xT4"], ["1000000000 workers are too many"]),
+        (
+            ["A", "--workload", "bert-squad", "--add", "1000000000xT4"],
+            ["the number of workers, '1000000000' is out of range", "from 1 to 100000"],
+        ),
         (["A", "--workload", "bert-squad", "--price", "A500=3"], ["no worker 'A500'", "Did you mean A5000"]),
-        (["A", "--workload", "bert-squad", "--drop", "2xA4000"], ["only 1 workers 'A4000'"]),
+        (["A", "--workload", "bert-squad", "--drop", "2xA4000"], ["only 1 worker 'A4000'"]),
         (["A", "--workload", "bert-squad", "--add", "T4", "--drop", "T4"], ["no worker 'T4' to leave out"]),
         (["2xA100", "--workload", "cnn-mnist"], ["the total batch size is not known", "--total-batch"]),
         (["no.yaml"], ["no.yaml: No such file"]),
+        (["A", "--total-batch", "-5"], ["--total-batch", "'-5' is negative", "whole number from 1"]),
+        (["A", "--link", "-1Gbit"], ["--link", "'-1Gbit' is negative", "100Mbit"]),
+        (["A", "--link", "1e-300Gbit"], ["--link", "out of range", "from 1bit to"]),
+        (["A", "--link", "nan"], ["--link", "not a finite number"]),
+        (["A", "--latency", "-1ms"], ["--latency", "negative", "1.5ms"]),
+        (["A", "--jitter", "1e308"], ["--jitter", "out of range", "from 0 to 1", "0.03 for 3 %"]),
+        (["A", "--total-batch", "1e300"], ["--total-batch", "out of range", "1e+12"]),
+        (["A", "--workload", "bert-squad", "--price", "A5000="], ["--price A5000=:", "'' is not a number"]),
+        (["A", "--workload", "bert-squad", "--price", "1e308"], ["--price 1e308:", "out of range"]),
+        (["A", "--workload", "bert-squad", "--drop", ""], ["--drop '' names no worker"]),
+        (["A", "--workload", "bert-squad", "--drop", "0xA5000"], ["'0' is out of range"]),
+        (["A", "--workload", "bert-squad", "--add", ""], ["--add ''", "names no worker"]),
+        (["A", "--workload", "bert-squad", "--add", "0xT4"], ["'0' is out of range"]),
+        (["A", "--workload", "bert-squad", "--picture", "/proc/x.png"], ["--picture /proc/x.png", "can be written"]),
     ],
 )
 def test_an_error_says_what_is_allowed(run, command, arguments, words):
@@ -138,7 +241,7 @@ def test_too_many_workers_in_a_file(run, tmp_path):
     code, _, errors = run("plan", str(path))
     assert code == 2
     assert "many.yaml:3" in errors
-    assert "too many" in errors
+    assert "from 1 to 100000" in errors
 
 
 def test_all_workers_can_be_replaced(run):

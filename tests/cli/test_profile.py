@@ -128,20 +128,22 @@ def test_a_size_that_does_not_fit_is_the_memory_bound(profile, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "arguments", "words"),
+    ("options", "arguments", "exit_code", "words"),
     [
-        ((), ["0", "2", "hetero_ddp"], "measures one device, and the Trainer has 2 workers"),
-        ((), ["0", "1", "auto"], "ended without an answer; does its Trainer fit with strategy='hetero_ddp'?"),
+        ((), ["0", "2", "hetero_ddp"], 2, "measures one device, and the Trainer has 2 workers"),
+        ((), ["0", "1", "auto"], 1, "ended without an answer; does its Trainer fit with strategy='hetero_ddp'?"),
         (
             ("--sizes", "500,600"),
             ["0", "1", "hetero_ddp"],
+            2,
             "the batch sizes 500, 600 cannot be timed: give at least two different --sizes from 1 to 128",
         ),
     ],
 )
-def test_a_training_that_cannot_be_timed(profile, tmp_path, options, arguments, words):
+def test_a_training_that_cannot_be_timed(profile, tmp_path, options, arguments, exit_code, words):
     code, _, errors = profile(TRAINING, *options, arguments=arguments)
-    assert code == 1
+    assert code == exit_code
+    assert "Traceback" not in errors
     assert words in " ".join(errors.split())
     assert not (tmp_path / "device.json").exists()
 
@@ -153,7 +155,44 @@ def test_a_script_that_fails_is_shown(profile):
     assert "no data" in errors
 
 
-def test_a_script_that_is_not_there(capsys):
+@pytest.mark.parametrize("sizes", ["8", "8,8", "8,", "0,8", "a,b", "1e300,8"])
+def test_sizes_that_no_script_can_be_timed_at(profile, sizes, capsys):
+    with pytest.raises(SystemExit) as ended:
+        profile("raise SystemExit('it ran')", "--sizes", sizes)
+    assert ended.value.code == 2
+    errors = capsys.readouterr().err
+    assert "argument --sizes: " in errors
+    assert "give" in errors
+    assert "it ran" not in errors
+
+
+def test_an_option_after_the_script_is_pointed_out(profile):
+    code, _, errors = profile("raise SystemExit('what?')", arguments=["--", "--sizes", "8"])
+    assert code == 1
+    assert "--sizes stands after the script" in errors
+    assert "--sizes" not in profile("raise SystemExit('what?')", arguments=["--lr", "8"])[2]
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [(("--name", "a\nb"), "control character"), (("--launcher", ""), "no command"), (("--launcher", "'"), "quotation")],
+)
+def test_an_option_that_makes_no_sense_is_refused(profile, option, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        profile("raise SystemExit('it ran')", *option)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_said(profile, tmp_path):
+    code, _, errors = profile(FAKE, "--output", "/proc/device.json")
+    assert code == 2
+    assert "--output /proc/device.json: " in errors
+
+
+def test_a_script_that_is_not_there(capsys, tmp_path):
+    assert cli.main(["profile", str(tmp_path)]) == 2
+    assert "it is a folder" in capsys.readouterr().err
     assert cli.main(["profile", "nowhere.py"]) == 2
     assert "there is no script nowhere.py" in capsys.readouterr().err
 

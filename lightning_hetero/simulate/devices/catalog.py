@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 FILE = Path(__file__).with_name("published.json")
-CORES = re.compile(r"([1-9]\d*)\s*-?\s*cores?", re.I)
+CORES = re.compile(r"([1-9]\d{0,5})\s*-?\s*cores?", re.I)
 SHARE = re.compile(r"(?P<device>.+?)\s*@\s*(?P<percent>\d+(?:\.\d+)?)\s*%")
 
 

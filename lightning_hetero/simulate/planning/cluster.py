@@ -14,10 +14,15 @@ from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeModels
 from lightning_hetero.core.validation import check_int, check_number
 from lightning_hetero.simulate.devices.device_profile import DeviceProfile
 from lightning_hetero.simulate.devices.names import UnknownNameError, closest
+from lightning_hetero.simulate.planning.units import MOST_NUMBER, parse_count
+from lightning_hetero.simulate.planning.wording import check_name, counted
 
 __all__ = ["Cluster", "Link", "Worker"]
 
 Array = npt.NDArray[np.float64]
+
+LEAST_SECONDS = 1e-15
+"""Least time of a sample; published ones of the smallest models are 1e-13 seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +60,18 @@ class Worker:
     price: float | None = None
 
     def __post_init__(self) -> None:
-        for field in ("q", "s", "k", "m", "error", "jitter"):
-            object.__setattr__(self, field, check_number(field, getattr(self, field), low=0.0))
+        check_name(self.name)
+        for field, most in (*dict.fromkeys("qskm", MOST_NUMBER).items(), ("error", 1e3), ("jitter", 1e3)):
+            object.__setattr__(self, field, check_number(field, getattr(self, field), low=0.0, high=most))
         if self.memory is not None:
             check_int("memory", self.memory, minimum=1)
         if self.price is not None:
-            check_number("price", self.price, low=0.0)
-        if self.q + self.k <= 0:
-            raise ValueError(f"q + k of {self.name!r} is 0: a batch of any size would take the same time.")
+            check_number("price", self.price, low=0.0, high=MOST_NUMBER)
+        if self.q + self.k < LEAST_SECONDS:
+            raise ValueError(
+                f"q + k of {self.name!r} is {self.q + self.k:g}, so that a batch of any size would take the same time; "
+                f"give {LEAST_SECONDS:g} seconds a sample at least."
+            )
 
     @classmethod
     def of(cls, profile: DeviceProfile, price: float | None = None) -> "Worker":
@@ -189,6 +198,8 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.workers:
             raise ValueError("a cluster needs at least one worker.")
+        if self.name:
+            check_name(self.name)
 
     @cached_property
     def coefficients(self) -> Array:
@@ -230,18 +241,18 @@ class Cluster:
 
         Raises:
             UnknownNameError: if there is no such worker.
-            ValueError: if none would be left.
+            ValueError: if a count is 0, or none would be left.
         """
         left, kept = list(self.workers[:of]), self.workers[len(self.workers) if of is None else of :]
         for entry in names:
             match = re.fullmatch(r"(\d+)\s*[x*]\s*(.+)", entry.strip())
-            count, name = (int(match[1]), match[2]) if match else (1, entry.strip())
+            count, name = (parse_count(match[1], 100_000), match[2]) if match else (1, entry.strip())
             for _ in range(count):
                 at = [i for i, worker in enumerate(left) if worker.name.lower() == name.lower()]
                 if not at:
                     there = list(dict.fromkeys(worker.name for worker in self.workers[:of]))
                     number = sum(worker.name.lower() == name.lower() for worker in self.workers[:of])
-                    few = f"there are only {number} workers {name!r} to leave out." if number else ""
+                    few = f"the cluster has only {counted(number, 'worker')} {name!r} to leave out." if number else ""
                     unknown = f"there is no worker {name!r} to leave out.{closest(name, there)}"
                     raise UnknownNameError(f"{few or unknown} The workers are {', '.join(there[:20])}.")
                 left.pop(at[-1])

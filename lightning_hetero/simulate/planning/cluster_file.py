@@ -1,8 +1,10 @@
 """Cluster from what a user writes: a YAML file, a recorded file, a published cluster's name, or a list of devices."""
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from lightning_hetero.simulate.devices.catalog import (
@@ -12,7 +14,7 @@ from lightning_hetero.simulate.devices.catalog import (
     published_clusters,
     workload_named,
 )
-from lightning_hetero.simulate.devices.names import UnknownNameError, closest
+from lightning_hetero.simulate.devices.names import UnknownNameError, find_name
 from lightning_hetero.simulate.planning.cluster import Cluster, Link, Worker
 from lightning_hetero.simulate.planning.document import Entry, read_document
 from lightning_hetero.simulate.planning.recorded import (
@@ -22,18 +24,26 @@ from lightning_hetero.simulate.planning.recorded import (
     of_record,
     worker_of,
 )
-from lightning_hetero.simulate.planning.units import parse_bytes, parse_count, parse_number, parse_rate, parse_seconds
+from lightning_hetero.simulate.planning.units import (
+    parse_count,
+    parse_jitter,
+    parse_model,
+    parse_number,
+    parse_rate,
+    parse_seconds,
+)
+from lightning_hetero.simulate.planning.wording import check_name
 
-__all__ = ["Given", "named_workers", "parse_model", "parse_prices", "read_cluster"]
+__all__ = ["Given", "named_workers", "read_cluster"]
 
 KEYS = ("workers", "workload", "model", "total_batch_size", "samples", "link", "jitter", "price", "name")
 LINK_KEYS = ("rate", "latency", "buckets", "gamma", "t_o", "t_u")
 DEVICE_KEYS = ("device", "count", "memory", "error", "jitter", "price", "name")
 TIMES_KEYS = (*WORKER_KEYS, "count")
 PROFILE_KEYS = ("profile", "count", "memory", "price", "name")
-COUNTED = re.compile(r"(?P<count>[1-9]\d*)\s*[x*]\s*(?P<name>.+)")
+COUNTED = re.compile(r"(?P<count>-?\d+)\s*[x*]\s*(?P<name>.+)")
 FILES = (".yaml", ".yml", ".json")
-MOST_WORKERS = 100_000
+MOST_WORKERS, MOST_BUCKETS = 100_000, 10_000
 
 
 @dataclass(frozen=True)
@@ -77,11 +87,16 @@ def read_cluster(text: str, given: Given | None = None) -> Cluster:
         (6, 100, 102400000)
     """
     given = given or Given()
-    if Path(text).is_file() or (text.endswith(FILES) and "," not in text and _counted(text)[1] == text):
+    if os.path.isfile(text) or (text.endswith(FILES) and "," not in text and _counted(text)[1] == text):
         cluster = _of_file(read_document(text), given)
     else:
-        listed = ",".join(cluster_devices(text)) if text in published_clusters() else text
-        workers, recorded = _listed(listed, given)
+        try:
+            workers, recorded = _listed(text, given)
+        except UnknownNameError:
+            if os.path.isdir(text) or "/" in text:
+                what = "is a folder" if os.path.isdir(text) else "does not exist"
+                raise ValueError(f"{text!r} {what}; give a YAML or JSON file.") from None
+            raise
         link, samples = _learned(Link(), recorded)
         cluster = Cluster(tuple(workers), link, None, samples, text, given.workload, given.jitter or 0.0)
     return _completed(cluster, given)
@@ -110,10 +125,19 @@ def _listed(text: str, given: Given) -> tuple[list[Worker], list[Cluster]]:
             recorded.append(_recorded(read_document(name)))
             found += list(recorded[-1].workers) * count
             continue
-        found += [_published(name, given)] * count
+        found += [_published(device, given) for device in _devices(name)] * count
     if not found:
         raise ValueError(f"{text!r} names no worker; give devices such as 4xA100,T4, a cluster's name, or a file.")
+    _workers_count(len(found))
     return found, recorded
+
+
+def _devices(name: str) -> list[str]:
+    """Return the devices of a published cluster, or else the name itself."""
+    try:
+        return cluster_devices(find_name("cluster", name, published_clusters()))
+    except UnknownNameError:
+        return [name]
 
 
 def _learned(link: Link, recorded: Sequence[Cluster]) -> tuple[Link, int | None]:
@@ -122,41 +146,6 @@ def _learned(link: Link, recorded: Sequence[Cluster]) -> tuple[Link, int | None]
         if cluster.link.gradient_bytes is not None:
             return replace(link, gradient_bytes=cluster.link.gradient_bytes, gamma=cluster.link.gamma), cluster.samples
     return link, None
-
-
-def parse_prices(texts: Sequence[str]) -> dict[str, float]:
-    """Return prices by device, of ``A100=4.10`` or, for all devices without a price, ``2.5``.
-
-    Raises:
-        ValueError: if one is no price.
-
-    Example:
-        >>> parse_prices(["A100=4.10", "2.5"])
-        {'A100': 4.1, '*': 2.5}
-    """
-    found = {}
-    for text in texts:
-        name, separator, price = text.rpartition("=")
-        found[name.strip() if separator else "*"] = parse_number(price.strip())
-    return found
-
-
-def parse_model(text: str) -> float:
-    """Return the bytes of all gradients of a model: ``params=124M`` in float32, or ``bytes=248MB``.
-
-    Raises:
-        ValueError: if it is neither.
-
-    Example:
-        >>> parse_model("params=124M"), parse_model("bytes=248MB")
-        (496000000.0, 248000000.0)
-    """
-    name, separator, value = (part.strip() for part in text.partition("="))
-    if name == "params" and separator:
-        return 4.0 * parse_count(value)
-    if name == "bytes" and separator:
-        return parse_bytes(value)
-    raise ValueError(f"{text!r} is no model.{closest(name, ['params', 'bytes'])} Give params=124M or bytes=248MB.")
 
 
 def _published(name: str, given: Given) -> Worker:
@@ -179,10 +168,10 @@ def _counted(text: str) -> tuple[int, str]:
 
 def _workers_count(text: object) -> int:
     """Return a number of workers that a plan can be made for."""
-    count = parse_count(text)
-    if count > MOST_WORKERS:
-        raise ValueError(f"{count} workers are too many; a cluster has at most {MOST_WORKERS}.")
-    return count
+    try:
+        return parse_count(text, MOST_WORKERS)
+    except ValueError as error:
+        raise ValueError(f"the number of workers, {error}") from None
 
 
 def _of_file(entry: Entry, given: Given) -> Cluster:
@@ -191,18 +180,18 @@ def _of_file(entry: Entry, given: Given) -> Cluster:
     fields = entry.fields(KEYS, ("workers",))
     workload = fields["workload"].parsed(lambda name: workload_named(name).name) if "workload" in fields else None
     workload = given.workload or workload
-    jitter = fields["jitter"].parsed(parse_number) if "jitter" in fields else None
-    prices = _prices(fields["price"]) if "price" in fields else {}
+    jitter = fields["jitter"].parsed(parse_jitter) if "jitter" in fields else None
     inner = replace(given, workload=workload, jitter=jitter if given.jitter is None else given.jitter)
     recorded: list[Cluster] = []
     workers = [worker for each in fields["workers"].elements() for worker in _workers(each, inner, recorded)]
     if not workers:
         raise fields["workers"].error("the list is empty; give one worker at least.")
+    prices = _prices(fields["price"], [worker.name for worker in workers]) if "price" in fields else {}
     bytes_ = fields["model"].parsed(parse_model) if "model" in fields else None
     learned, samples = _learned(Link(), recorded)
     link = _link(fields["link"], len(workers), learned) if "link" in fields else learned
     whole = {name: fields[name].parsed(parse_count) for name in ("total_batch_size", "samples") if name in fields}
-    name = fields["name"].text() if "name" in fields else Path(entry.file).stem
+    name = fields["name"].parsed(check_name) if "name" in fields else Path(entry.file).stem
     link = link if bytes_ is None else replace(link, gradient_bytes=bytes_)
     totals = whole.get("total_batch_size"), whole.get("samples", samples)
     return Cluster(tuple(workers), link, *totals, name, workload, inner.jitter or 0.0).priced(prices)
@@ -220,6 +209,10 @@ def _workers(entry: Entry, given: Given, recorded: list[Cluster]) -> list[Worker
         recorded.extend(files)
         return workers
 
+    if entry.is_null or entry.is_list:
+        raise entry.error(
+            f"this worker is {'a list' if entry.is_list else 'empty'}; give a device such as '4 x A100', or a mapping."
+        )
     if not entry.is_mapping:
         return entry.parsed(listed)
     keys = entry.keys()
@@ -234,9 +227,10 @@ def _workers(entry: Entry, given: Given, recorded: list[Cluster]) -> list[Worker
     else:
         fields = entry.fields(TIMES_KEYS, ("q", "s", "k", "m"))
         return [_times(entry)] * (fields["count"].parsed(_workers_count) if "count" in fields else 1)
-    changes = {name: fields[name].parsed(parse_number) for name in ("error", "jitter", "price") if name in fields}
+    parsers = {"error": parse_jitter, "jitter": parse_jitter, "price": parse_number}
+    changes = {name: fields[name].parsed(parse) for name, parse in parsers.items() if name in fields}
     memory = {"memory": fields["memory"].parsed(parse_count)} if "memory" in fields else {}
-    named = {"name": fields["name"].text()} if "name" in fields else {}
+    named = {"name": fields["name"].parsed(check_name)} if "name" in fields else {}
     count = fields["count"].parsed(_workers_count) if "count" in fields else 1
     return [replace(worker, **changes, **memory, **named) for worker in found] * count  # type: ignore[arg-type]
 
@@ -245,17 +239,24 @@ def _times(entry: Entry) -> Worker:
     """Return the worker of explicit coefficients, with or without a count."""
     node = type(entry.node)(
         entry.node.tag,
-        [pair for pair in entry.node.value if pair[0].value != "count"],
+        [pair for pair in entry.pairs() if pair[0].value != "count"],
         entry.node.start_mark,
         entry.node.end_mark,
     )
     return worker_of(Entry(node, entry.file, entry.where))
 
 
-def _prices(entry: Entry) -> dict[str, float]:
+def _prices(entry: Entry, workers: Sequence[str]) -> dict[str, float]:
+    """Return the prices by name of a worker."""
     if not entry.is_mapping:
         return {"*": entry.parsed(parse_number)}
-    return {name: value.parsed(parse_number) for name, value in entry.fields(entry.keys()).items()}
+    there = {name.lower(): name for name in workers}
+    spelled = [key for key in entry.keys() if key.lower() in there]  # noqa: SIM118 - it is no dict
+    given = entry.fields(list(dict.fromkeys(["*", *there.values(), *spelled])))
+    for name, value in given.items():
+        if [other.lower() for other in given].count(name.lower()) > 1:
+            raise value.error("this device has two prices; give one.")
+    return {name: value.parsed(parse_number) for name, value in given.items()}
 
 
 def _link(entry: Entry, workers: int, learned: Link) -> Link:
@@ -265,12 +266,15 @@ def _link(entry: Entry, workers: int, learned: Link) -> Link:
     measured = {name: fields[name].parsed(parse_seconds) for name in ("t_o", "t_u") if name in fields}
     if measured and "rate" in fields:
         raise fields["rate"].error("the link has measured times (t_o, t_u) as well; give them or the rate.")
-    gamma = fields["gamma"].parsed(lambda text: parse_number(text, high=1.0)) if "gamma" in fields else learned.gamma
+    gamma = fields["gamma"].parsed(partial(parse_number, high=1.0)) if "gamma" in fields else learned.gamma
+    buckets = (
+        fields["buckets"].parsed(partial(parse_count, most=MOST_BUCKETS)) if "buckets" in fields else Link().buckets
+    )
     return Link(
         learned.gradient_bytes,
         rate=fields["rate"].parsed(parse_rate) if "rate" in fields else Link().rate,
         latency=fields["latency"].parsed(parse_seconds) if "latency" in fields else 0.0,
-        buckets=fields["buckets"].parsed(parse_count) if "buckets" in fields else Link().buckets,
+        buckets=buckets,
         gamma=gamma,
         measured_on=workers if measured else 0,
         **measured,

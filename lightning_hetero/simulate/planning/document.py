@@ -13,6 +13,7 @@ __all__ = ["DocumentError", "Entry", "read_document"]
 
 T = TypeVar("T")
 
+MERGE = "tag:yaml.org,2002:merge"
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -89,7 +90,32 @@ class Entry:
 
     def keys(self) -> list[str]:
         """Return the keys of a mapping, as they are written."""
-        return [str(key.value) for key, _ in self.node.value] if self.is_mapping else []
+        return [str(key.value) for key, _ in self.pairs()] if self.is_mapping else []
+
+    def pairs(self, inside: tuple[int, ...] = ()) -> list[tuple[yaml.Node, yaml.Node]]:
+        """Return keys and values of a mapping, those that ``<<`` merges into it last and only where they are new.
+
+        Args:
+            inside: mappings that this one is being merged into.
+
+        Raises:
+            DocumentError: if something other than a mapping is merged, or a mapping into itself.
+        """
+        own = [pair for pair in self.node.value if pair[0].tag != MERGE]
+        names = {str(key.value) for key, _ in own}
+        for key, value in self.node.value:
+            for node in (value.value if isinstance(value, yaml.SequenceNode) else [value]) if key.tag == MERGE else ():
+                if not isinstance(node, yaml.MappingNode) or id(node) in (*inside, id(self.node)):
+                    here = Entry(key, self.file, self.where)
+                    raise here.error("'<<' merges another mapping, such as '<<: *name', or a list of them; give one.")
+                new = [
+                    pair
+                    for pair in Entry(node, self.file, self.where).pairs((*inside, id(self.node)))
+                    if str(pair[0].value) not in names
+                ]
+                own += new
+                names |= {str(key.value) for key, _ in new}
+        return own
 
     def fields(self, allowed: Sequence[str], needed: Sequence[str] = ()) -> dict[str, "Entry"]:
         """Return the values of a mapping by key; empty ones are left out.
@@ -104,9 +130,11 @@ class Entry:
         if not isinstance(self.node, yaml.MappingNode):
             raise self.error(f"give a mapping here, with keys among {', '.join(allowed)}.")
         found: dict[str, Entry] = {}
-        for key, value in self.node.value:
+        for key, value in self.pairs():
             name = str(key.value)
             here = Entry(key, self.file, self.where)
+            if not isinstance(key, yaml.ScalarNode):
+                raise here.error(f"a list or a mapping is no key. Allowed are {', '.join(allowed)}.")
             if name not in allowed:
                 raise here.error(f"unknown key {name!r}.{closest(name, allowed)} Allowed are {', '.join(allowed)}.")
             if name in found:
@@ -126,7 +154,7 @@ def read_document(path: str | Path) -> Entry:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not text in UTF-8"
         raise DocumentError(f"{path}: {reason}. Give a YAML or JSON file.") from None
     if str(path).endswith(".json"):
@@ -136,7 +164,7 @@ def read_document(path: str | Path) -> Entry:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise DocumentError(f"{path}:{line}: {error.problem or error.context}: this is no YAML or JSON.") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise DocumentError(f"{path}: this is no YAML or JSON: {str(error).splitlines()[0]}") from None
     if node is None:
         raise DocumentError(f"{path}:1: the file is empty; give `workers:` and `total_batch_size:` at least.")

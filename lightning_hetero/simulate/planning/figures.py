@@ -29,6 +29,8 @@ __all__ = [
 
 Array = npt.NDArray[np.float64]
 
+MOST_SPREAD = 1e13
+"""Greatest ratio of the longest time to that of a sample; numbers have 16 digits."""
 LINK_SHARE = 0.95
 """Share of the speed with an infinite link at which a link counts as fast enough."""
 
@@ -109,7 +111,20 @@ def checked_total(cluster: Cluster, given: int | None) -> int:
             f"a total batch of {total} does not fit: the workers' memory holds {most} samples together. Give a total "
             f"of {most} at most, or more workers."
         )
+    _check_spread(cluster)
     return total
+
+
+def _check_spread(cluster: Cluster) -> None:
+    """Refuse times of which floating-point numbers cannot hold the longest and the shortest in one sum."""
+    q, s, k, m = cluster.coefficients.T
+    shortest, longest = float((q + k).min()), max(float((q + k + s + m).max()), sum(cluster.link.times(len(q))))
+    if longest > MOST_SPREAD * shortest:
+        raise ValueError(
+            f"the times are too different to compute with: a sample takes {shortest:.3g} s on the fastest, and "
+            f"the slowest worker or the link {longest:.3g} s, more than {MOST_SPREAD:g} times as long. Check the "
+            "workers' times, the model's size and the link's rate."
+        )
 
 
 def _compute(cluster: Cluster, sizes: npt.NDArray[np.int64]) -> Array:

@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_hetero.simulate.devices.catalog import published_devices
+from lightning_hetero.simulate.planning.answer import Epoch
 from lightning_hetero.simulate.planning.cluster import Cluster, Link
-from lightning_hetero.simulate.planning.tables import table
+from lightning_hetero.simulate.planning.tables import epoch_text, group_label, table
 from lightning_hetero.simulate.planning.units import format_seconds
+from lightning_hetero.simulate.planning.wording import counted, labels
 
 if TYPE_CHECKING:
     from lightning_hetero.simulate.cluster.link_profile import LinkProfile
@@ -52,7 +54,8 @@ class LearnedAnswer:
         steps_to_1_percent: the same for 1 %.
         share_of_optimum: least time of all steps over the time that their splits take, both without jitter.
         share_at_the_end: the same for the second half of the steps.
-        names: of the workers.
+        names: of the workers; different devices of one name are numbered.
+        epoch: time and cost of an epoch at this throughput, ``None`` if its samples are unknown.
         plans: the plans.
         result: all that the simulator says.
     """
@@ -68,6 +71,7 @@ class LearnedAnswer:
     share_of_optimum: float
     share_at_the_end: float
     names: tuple[str, ...]
+    epoch: Epoch | None
     plans: tuple[PlanChange, ...]
     result: "SimulationResult"
 
@@ -77,7 +81,7 @@ class LearnedAnswer:
         plans = [
             {"step": p.step, "local_batch_sizes": list(p.local_batch_sizes), "reason": p.reason} for p in self.plans
         ]
-        return {**plain, "names": list(self.names), "plans": plans}
+        return {**plain, "names": list(self.names), "epoch": self.epoch and asdict(self.epoch), "plans": plans}
 
 
 def link_profile(link: Link, workers: int) -> "LinkProfile":
@@ -119,25 +123,27 @@ def simulate_cluster(
         ((30, 10), 17, 1.0)
     """
     from lightning_hetero.simulate.cluster.simulator import ClusterSimulator
-    from lightning_hetero.simulate.planning.figures import checked_total
+    from lightning_hetero.simulate.planning.figures import checked_total, epoch_of
 
     total, devices = checked_total(cluster, total_batch_size), [worker.profile() for worker in cluster.workers]
     link = link_profile(cluster.link, len(devices))
     capacities = rated_speeds([worker.name for worker in cluster.workers]) if policy == "static" else ()
     simulator = ClusterSimulator(devices, total, link=link, policy=policy, seed=seed, capacities=capacities)
     result = simulator.run(steps)
+    speed = float(result.samples[-1] / result.clock[-1])
     return LearnedAnswer(
         total_batch_size=total,
         policy=policy,
         steps=result.steps,
         seconds=float(result.clock[-1]),
-        samples_per_second=float(result.samples[-1] / result.clock[-1]),
+        samples_per_second=speed,
         optimum=float(result.optimum[-1]),
         steps_to_5_percent=_whole(result.first_within(0.05)),
         steps_to_1_percent=_whole(result.first_within(0.01)),
         share_of_optimum=result.share_of_optimum,
         share_at_the_end=result.share_since(result.steps // 2),
-        names=tuple(worker.name for worker in cluster.workers),
+        names=tuple(labels([(w.name, (w.q, w.s, w.k, w.m, w.memory, w.jitter)) for w in cluster.workers])),
+        epoch=epoch_of(cluster, cluster.samples, total, total / speed),
         plans=tuple(PlanChange(e.step, e.plan.local_batch_sizes, e.reason) for e in result.plans),
         result=result,
     )
@@ -175,15 +181,15 @@ def learned_text(answer: LearnedAnswer, name: str = "") -> str:
     for i, worker in enumerate(answer.names):
         groups.setdefault(worker, []).append(i)
     rows = [
-        (worker if len(own) == 1 else f"{len(own)} x {worker}", *(_range(plan, own) for plan in shown))
+        (group_label(worker, len(own)), *(_range(plan, own) for plan in shown))
         for worker, own in list(groups.items())[:SHOWN_ROWS]
     ]
     lines = table(rows, ("samples from step", *(str(plan.step) for plan in shown)))
     if len(groups) > SHOWN_ROWS:
-        lines.append(f"... and {len(groups) - SHOWN_ROWS} more kinds of workers (--json lists all)")
+        lines.append(f"... and {counted(len(groups) - SHOWN_ROWS, 'more kind')} of workers (--json lists all)")
     title = (
-        f"{name or 'cluster'}: {len(answer.names)} workers, total batch {answer.total_batch_size}, policy "
-        f"{answer.policy}, {answer.steps} steps"
+        f"{name or 'cluster'}: {counted(len(answer.names), 'worker')}, total batch {answer.total_batch_size}, policy "
+        f"{answer.policy}, {counted(answer.steps, 'step')}"
     )
     return "\n".join([title, "", *lines, "", *_facts(answer)]) + "\n"
 
@@ -195,9 +201,9 @@ def _range(plan: PlanChange, own: list[int]) -> str:
 
 def _facts(answer: LearnedAnswer) -> list[str]:
     def steps(number: int | None) -> str:
-        return "not reached" if number is None else f"after {number} steps"
+        return "not reached" if number is None else f"after {counted(number, 'step')}"
 
-    return [
+    facts = [
         f"within 5 % of the optimum  {steps(answer.steps_to_5_percent)}",
         f"within 1 % of the optimum  {steps(answer.steps_to_1_percent)}",
         f"share of the optimum       {answer.share_of_optimum:.1%}, in the second half {answer.share_at_the_end:.1%}",
@@ -205,3 +211,4 @@ def _facts(answer: LearnedAnswer) -> list[str]:
         f"changes of the plan        {len(answer.plans) - 1}",
         f"throughput                 {answer.samples_per_second:.4g} samples/s over {format_seconds(answer.seconds)}",
     ]
+    return [*facts, f"epoch                      {epoch_text(answer.epoch)}"] if answer.epoch else facts

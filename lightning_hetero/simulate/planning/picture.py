@@ -1,19 +1,24 @@
 """Picture of a plan, or of what a simulated planner does over time; needs Matplotlib."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lightning_hetero.simulate.planning.answer import PlanAnswer, WorkerAnswer
-from lightning_hetero.simulate.planning.tables import worker_groups
+from lightning_hetero.simulate.planning.tables import group_label, worker_groups
 from lightning_hetero.simulate.planning.units import format_seconds
+from lightning_hetero.simulate.planning.wording import counted
 
 __all__ = ["FORMATS", "check_picture", "draw_plan", "draw_split"]
 
 FORMATS = (".png", ".svg", ".pdf")
 MOST_BARS = 40
+LEGEND_COLUMNS = 4
+STYLES = ("-", "--", ":", "-.")
+"""Line of each ten kinds of workers, which have ten colors."""
 
 
 def check_picture(path: str) -> str:
@@ -28,6 +33,8 @@ def check_picture(path: str) -> str:
     """
     if Path(path).suffix not in FORMATS:
         raise ValueError(f"{path!r} does not end in {', '.join(FORMATS)}, of which one chooses the format.")
+    if find_spec("matplotlib") is None:
+        raise ValueError("a picture needs Matplotlib. Install it with: pip install 'lightning-hetero[demo]'")
     if Path(path).is_dir() or not Path(path).parent.is_dir():
         raise ValueError(f"{path!r} cannot be written: give a file in a folder that exists.")
     return path
@@ -39,9 +46,10 @@ def draw_plan(answer: PlanAnswer, path: str, title: str = "") -> None:
     Raises:
         ModuleNotFoundError: if there is no Matplotlib.
     """
-    groups = worker_groups(answer.workers)[:MOST_BARS]
+    every = worker_groups(answer.workers)
+    names = [_plain(group_label(label, len(group))) for label, group in list(every.items())[:MOST_BARS]]
+    groups = list(every.values())[:MOST_BARS]
     figure, axes = _figure(max(1.2 + 0.32 * len(groups), 2.2))
-    names = [group[0].name if len(group) == 1 else f"{len(group)} x {group[0].name}" for group in groups]
     compute = np.array([np.mean([worker.compute_time for worker in group]) for group in groups])
     places = np.arange(len(groups))
     axes.barh(places, 1e3 * compute, color="#3b6ea5", label="computes")
@@ -53,7 +61,7 @@ def draw_plan(answer: PlanAnswer, path: str, title: str = "") -> None:
     axes.invert_yaxis()
     axes.set_xlabel("ms in a step")
     speed = f"{answer.samples_per_second:.4g} samples/s, {format_seconds(answer.step_time)} a step"
-    axes.set_title(f"{title}: {speed}" if title else speed, fontsize=10)
+    axes.set_title(_plain(f"{title}: {speed}" if title else speed), fontsize=10)
     figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=2)
     _save(figure, path)
 
@@ -77,24 +85,33 @@ def draw_split(steps: Sequence[int], sizes: Any, shares: Any, names: Sequence[st
     Raises:
         ModuleNotFoundError: if there is no Matplotlib.
     """
-    figure, axes = _figure(4.4, rows=2)
-    drawn = np.unique(np.asarray(sizes), axis=1, return_index=True)[1][:MOST_BARS]
-    kinds = list(dict.fromkeys(names[worker] for worker in sorted(drawn.tolist())))
-    for worker in sorted(drawn.tolist()):
-        color = f"C{kinds.index(names[worker]) % 10}"  # equal devices whose sizes differ have one color
-        axes[0].plot(steps, np.asarray(sizes)[:, worker], drawstyle="steps-post", color=color, linewidth=1.2)
+    first = list(dict.fromkeys(names))[:MOST_BARS]
+    rows = -(-len(first) // LEGEND_COLUMNS)
+    figure, axes = _figure(4.0 + 0.2 * rows, rows=2)
+    every = np.unique(np.asarray(sizes), axis=1, return_index=True)[1]
+    lines = sorted({names.index(kind) for kind in first} | {int(i) for i in every[:MOST_BARS] if names[i] in first})
+    styles = {kind: {"color": f"C{i % 10}", "linestyle": STYLES[i // 10]} for i, kind in enumerate(first)}
+    for i in lines:  # equal devices whose sizes differ have one color
+        axes[0].plot(steps, np.asarray(sizes)[:, i], drawstyle="steps-post", linewidth=1.2, **styles[names[i]])
     axes[0].set_ylabel("samples")
-    if len(kinds) <= 8:
-        for place, kind in enumerate(kinds):
-            axes[0].plot([], [], color=f"C{place}", label=kind)
-        axes[0].legend(fontsize=8, frameon=False)
-    axes[0].set_title(title, fontsize=10)
+    for kind in first:
+        axes[0].plot([], [], label=_plain(group_label(kind, list(names).count(kind))), **styles[kind])
+    columns = min(LEGEND_COLUMNS, len(first))
+    figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=columns, handlelength=3)
+    more = len(dict.fromkeys(names)) - len(first)
+    title += f" (without {counted(more, 'more kind')} of workers)" if more else ""
+    axes[0].set_title(_plain(title), fontsize=10)
     axes[1].plot(steps, np.asarray(shares), color="#3b6ea5", linewidth=1.2)
     axes[1].axhline(1.0, color="#999999", linewidth=0.8)
     axes[1].set_ylabel("share of the optimum")
     axes[1].set_xlabel("step")
     axes[1].set_ylim(0, 1.05)
     _save(figure, path)
+
+
+def _plain(text: str) -> str:
+    """Return a text in which a dollar sign begins no formula."""
+    return text.replace("$", r"\$")
 
 
 def _figure(height: float, rows: int = 1) -> tuple[Any, Any]:

@@ -12,6 +12,7 @@ and ``t_u`` are those of as many workers as there are, or of ``measured_on``. Th
 """
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from lightning_hetero.simulate.planning.cluster import Cluster, Link, Worker
 from lightning_hetero.simulate.planning.document import Entry
-from lightning_hetero.simulate.planning.units import parse_count, parse_number
+from lightning_hetero.simulate.planning.units import MOST_NUMBER, parse_count, parse_number
 
 __all__ = ["VERSION", "WORKER_KEYS", "is_planner_state", "of_planner_state", "of_record", "record", "worker_of"]
 
@@ -62,7 +63,8 @@ def of_record(entry: Entry) -> Cluster:
     workers = tuple(worker_of(each) for each in fields["workers"].elements())
     if not workers:
         raise fields["workers"].error("the list is empty; give one worker at least.")
-    number = {name: fields[name].parsed(parse_number) for name in ("t_o", "t_u", "gradient_bytes") if name in fields}
+    most = {"t_o": MOST_NUMBER, "t_u": MOST_NUMBER, "gradient_bytes": 1e18}
+    number = {name: fields[name].parsed(partial(parse_number, high=most[name])) for name in most if name in fields}
     gamma = fields["gamma"].parsed(lambda text: parse_number(text, high=1.0)) if "gamma" in fields else Link().gamma
     whole = {
         name: fields[name].parsed(parse_count)

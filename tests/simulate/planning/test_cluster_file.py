@@ -12,14 +12,15 @@ from lightning_hetero.core.policies.base import PlanContext
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.simulate import DeviceProfile
 from lightning_hetero.simulate.planning import Cluster, Given, Link, Worker, plan_cluster, read_cluster, record
-from lightning_hetero.simulate.planning.cluster_file import parse_model, parse_prices
 from lightning_hetero.simulate.planning.document import DocumentError
 from lightning_hetero.simulate.planning.units import (
     format_rate,
     format_seconds,
     parse_bytes,
     parse_count,
+    parse_model,
     parse_number,
+    parse_prices,
     parse_rate,
     parse_seconds,
 )
@@ -135,7 +136,11 @@ def test_the_state_of_a_planner_is_read(file):
         ("workload: bert-squad\nworkers:\n  - A100\n  - A10\n", 4, ["workers[1]", "'A10'", "Did you mean A100"]),
         ("workers:\n  - A100\n", 2, ["workers[0]", "depends on the model", "resnet50-imagenet"]),
         ("workers:\n  - {q: 1, s: 0, k: 1}\n", 2, ["workers[0]", "'m' is missing", "q, s, k, m"]),
-        ("workers:\n  - q: 1\n    s: -1\n    k: 1\n    m: 0\n", 3, ["workers[0].s", "-1", "out of range"]),
+        (
+            "workers:\n  - q: 1\n    s: -1\n    k: 1\n    m: 0\n",
+            3,
+            ["workers[0].s", "'-1' is negative", "from 0 to 1e+09"],
+        ),
         ("workers:\n  - {q: 0, s: 1, k: 0, m: 0}\n", 2, ["workers[0]", "q + k"]),
         ("workers:\n  - {q: 1, s: 0, k: x, m: 0}\n", 2, ["workers[0].k", "'x' is not a number"]),
         ("workers:\n  - {q: 1, s: 0, k: 1, m: 0, memry: 2}\n", 2, ["'memry'", "Did you mean memory"]),
@@ -144,7 +149,41 @@ def test_the_state_of_a_planner_is_read(file):
         ("workers: A100\n", 1, ["give a list here"]),
         ("total_batch_size: 3\n", 1, ["'workers' is missing"]),
         ("link: 100mbit\nworkers: [A100]\nworkload: bert-squad\n", 1, ["link: ", "unit mbit", "Did you mean Mbit"]),
-        ("link: 100\nworkers: [A100]\nworkload: bert-squad\n", 1, ["link: ", "100Mbit"]),
+        ("link: 100\nworkers: [A100]\nworkload: bert-squad\n", 1, ["link: ", "'100' has no unit", "100Mbit"]),
+        ("link: .nan\nworkers: [A100]\nworkload: bert-squad\n", 1, ["link: ", "'.nan' is not a finite number", "inf"]),
+        (
+            "total_batch_size: yes\nworkers: [A100]\nworkload: bert-squad\n",
+            1,
+            ["'yes' is a truth value", "whole number from 1"],
+        ),
+        (
+            "total_batch_size: -8\nworkers: [A100]\nworkload: bert-squad\n",
+            1,
+            ["'-8' is negative", "whole number from 1"],
+        ),
+        ("workers:\n  - {q: .inf, s: 0, k: 1, m: 0}\n", 2, ["workers[0].q", "not a finite number", "from 0"]),
+        ("workers:\n  - {q: 1e300, s: 0, k: 1, m: 0}\n", 2, ["workers[0].q", "out of range", "from 0 to 1e+09"]),
+        ("workers:\n  - {q: 1e-300, s: 0, k: 0, m: 0}\n", 2, ["workers[0]", "is 1e-300", "1e-15 seconds a sample"]),
+        ("workers:\n  - 0 x A100\n", 2, ["'0' is out of range", "from 1"]),
+        ("workers:\n  - -2 x A100\n", 2, ["'-2' is negative"]),
+        ("workers:\n  -\n", 2, ["workers[0]", "is empty", "4 x A100"]),
+        ("workers:\n  - [A100]\n", 2, ["workers[0]", "is a list", "4 x A100"]),
+        ("workers:\n  - &x {q: 1, s: 0, k: 1, m: 0, <<: *x}\n", 2, ["'<<' merges another mapping"]),
+        ("workers:\n  - {q: 1, s: 0, k: 1, m: 0, <<: 3}\n", 2, ["'<<' merges another mapping"]),
+        ("workers: [A100]\n? [a, b]\n: 3\n", 2, ["a list or a mapping is no key", "Allowed are"]),
+        (
+            "workload: bert-squad\nworkers: [A100]\nprice:\n  A10: 3\n",
+            4,
+            ["'A10'", "Did you mean A100", "Allowed are *"],
+        ),
+        ("workload: bert-squad\nworkers: [A100]\nprice: {T4: 3}\n", 3, ["'T4'", "Allowed are *, A100"]),
+        ("workload: bert-squad\nworkers: [A100]\nprice:\n  A100: 3\n  a100: 4\n", 4, ["has two prices"]),
+        ("workload: bert-squad\nworkers: [A100]\nprice: [3]\n", 3, ["price: give one value here"]),
+        ('workers:\n  - {q: 1, s: 0, k: 1, m: 0, name: "a\\nb"}\n', 2, ["control character", "a\\nb"]),
+        ('name: "a\\eb"\nworkload: bert-squad\nworkers: [A100]\n', 1, ["name: ", "control character"]),
+        ("workload: bert-squad\nworkers:\n  - {device: A100, name: ''}\n", 3, ["workers[0].name", "empty"]),
+        ("jitter: 3\nworkload: bert-squad\nworkers: [A100]\n", 1, ["from 0 to 1, such as 0.03 for 3 %"]),
+        ("link: {buckets: 1e9}\nworkload: bert-squad\nworkers: [A100]\n", 1, ["from 1 to 10000"]),
         ("total_batch_size: 2.5\nworkers: [A100]\nworkload: bert-squad\n", 1, ["whole number"]),
         ("model: params=124\nlink:\n  rate: 1Gbit\n  t_u: 1ms\nworkers: [{q: 1, s: 0, k: 1, m: 0}]\n", 3, ["t_o, t_u"]),
         ("model: size=124M\nworkers: [{q: 1, s: 0, k: 1, m: 0}]\n", 1, ["no model", "params=124M"]),
@@ -163,6 +202,19 @@ def test_an_error_names_the_line_and_what_is_allowed(file, text, line, words):
     assert all(word in message for word in words), message
 
 
+def test_a_mapping_is_merged_into_another(file):
+    text = "workers:\n  - &x {q: 1, s: 0, k: 1, m: 0}\n  - {<<: *x, name: b, q: 2}\n"
+    text += "  - {<<: [*x, {name: c, q: 3}]}\n  - *x\n"
+    workers = read_cluster(file(text)).workers
+    assert [(w.name, w.q, w.k) for w in workers] == [("worker", 1, 1), ("b", 2, 1), ("c", 1, 1), ("worker", 1, 1)]
+
+
+def test_numbers_as_yaml_writes_them(file):
+    text = "total_batch_size: 1_024\nlink: .inf\nworkers: [{q: 1_0.5, s: 0, k: 1, m: 0}]\n"
+    cluster = read_cluster(file(text))
+    assert (cluster.total_batch_size, cluster.link.rate, cluster.workers[0].q) == (1024, math.inf, 10.5)
+
+
 def test_nothing_in_a_file_is_executed(file):
     with pytest.raises(DocumentError):
         read_cluster(file("workers: !!python/object/apply:os.system ['exit 1']\n"))
@@ -175,6 +227,10 @@ def test_nothing_in_a_file_is_executed(file):
         ("3xA10", Given(workload="bert-squad"), ["'A10' is unknown", "Did you mean A100"]),
         ("3xA100", Given(), ["depends on the model", "lightning-hetero profile"]),
         (",", Given(), ["names no worker"]),
+        ("/", Given(), ["'/' is a folder", "YAML or JSON"]),
+        ("no/cluster", Given(), ["'no/cluster' does not exist"]),
+        ("A" * 400, Given(), ["is unknown"]),
+        ("A" * 400 + ".yaml", Given(), ["File name too long"]),
     ],
 )
 def test_a_name_that_is_no_cluster_is_refused(text, given, words):
@@ -195,8 +251,10 @@ def test_workers_are_dropped_by_name():
     assert [w.name for w in cluster.dropped(["2xa100", "T4"]).workers] == ["A100", "A100", "T4"]
     with pytest.raises(ValueError, match="no worker 'T40'.*Did you mean T4"):
         cluster.dropped(["T40"])
-    with pytest.raises(ValueError, match="only 2 workers"):
+    with pytest.raises(ValueError, match="has only 2 workers 'T4'"):
         cluster.dropped(["3xT4"])
+    with pytest.raises(ValueError, match="'0' is out of range"):
+        cluster.dropped(["0xT4"])
     with pytest.raises(ValueError, match="leave one"):
         cluster.dropped(["4xA100", "2xT4"])
     small, large = Worker("a", 1, 0, 1, 0, memory=1), Worker("a", 1, 0, 1, 0, memory=2)
@@ -239,6 +297,8 @@ def test_the_jitter_of_a_worker_is_that_of_its_profile():
         (parse_rate, "100Mbps", 12.5e6),
         (parse_rate, "3MB/s", 3e6),
         (parse_rate, "inf", math.inf),
+        (parse_rate, ".inf", math.inf),
+        (parse_count, "1_024", 1024),
         (parse_seconds, "1.5ms", 1.5e-3),
         (parse_seconds, "1e-3s", 1e-3),
         (parse_seconds, "2E+1 us", 2e-5),
@@ -257,9 +317,26 @@ def test_units(parse, text, value):
 @pytest.mark.parametrize(
     ("parse", "text"),
     [
-        *((parse_rate, text) for text in ("100", "100mbit", "-1Mbit", "0Mbit", "Mbit", "1e999Mbit", "1Mbit/h", "nan")),
-        *((parse_seconds, text) for text in ("1", "1h", "ms")),
-        *((parse_count, text) for text in ("0", "1.5", "-3", "124m", "1e", "", True)),
+        *(
+            (parse_rate, text)
+            for text in (
+                "1e-300Gbit",
+                "1e300Gbit",
+                "infGbit",
+                "-inf",
+                "true",
+                "100",
+                "100mbit",
+                "-1Mbit",
+                "0Mbit",
+                "Mbit",
+                "1e999Mbit",
+                "1Mbit/h",
+                "nan",
+            )
+        ),
+        *((parse_seconds, text) for text in ("1", "1h", "ms", "-1ms", "1e300s", "inf")),
+        *((parse_count, text) for text in ("0", "1.5", "-3", "1e300", "124m", "1e", "", True)),
         *((parse_number, text) for text in ("-1", "x", "nan", "inf", True, "1 2")),
         *((parse_model, text) for text in ("124M", "params", "params=", "parameters=124M")),
     ],
@@ -271,8 +348,21 @@ def test_units_are_strict(parse, text):
 
 def test_prices():
     assert parse_prices(["A100=4.1", "RTX 4090=0.5", "2"]) == {"A100": 4.1, "RTX 4090": 0.5, "*": 2.0}
-    with pytest.raises(ValueError, match="not a number"):
-        parse_prices(["A100=much"])
+    for texts, words in (
+        (["A100=much"], "--price A100=much: 'much' is not a number"),
+        (["A100=-2"], "'-2' is negative; give a number from 0"),
+        (["A100=2", "a100=3"], "a second price of a100"),
+        (["2", "3"], "a second price of all"),
+        (["=3"], "a price of no device"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            parse_prices(texts)
+
+
+def test_a_cluster_is_a_worker_of_a_list():
+    given = Given(workload="bert-squad")
+    assert [w.name for w in read_cluster("a,T4", given).workers] == ["A5000", "A4000", "P4000", "T4"]
+    assert len(read_cluster("b", given).workers) == 16
 
 
 def test_shown_numbers_have_three_digits():

@@ -96,9 +96,10 @@ class DeviceProbe(ConvergenceProbe):
         """
         super().setup(trainer, pl_module, stage)
         if trainer.world_size != 1:
-            raise strategy_of(trainer)._misconfiguration(
+            raise self._refused(
+                trainer,
                 f"`lightning-hetero profile` measures one device, and the Trainer has {trainer.world_size} workers. "
-                "Give it devices=1, num_nodes=1 while profiling."
+                "Give it devices=1, num_nodes=1 while profiling.",
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -110,9 +111,10 @@ class DeviceProbe(ConvergenceProbe):
         PolicyCallback.on_train_start(self, trainer, pl_module)
         assert self._engine is not None
         if self._engine.sampler is None or self._engine.plan is None or self._engine.workers is None:
-            raise strategy_of(trainer)._misconfiguration(
+            raise self._refused(
+                trainer,
                 "`lightning-hetero profile` times several batch sizes, and this script's loader makes its batches by "
-                "itself. Give the Trainer a DataLoader with a batch_size and a map-style dataset while profiling."
+                "itself. Give the Trainer a DataLoader with a batch_size and a map-style dataset while profiling.",
             )
         own, dataset = self._engine.plan.total_batch_size, len(self._engine.sampler.stream)
         bound = self._engine.workers.max_local
@@ -120,9 +122,10 @@ class DeviceProbe(ConvergenceProbe):
         least = self._engine.workers.min_local
         sizes = self.order.sizes or sizes_around(own, max(most, least))
         if len(set(sizes)) < 2 or not all(least <= size <= most for size in sizes):
-            raise strategy_of(trainer)._misconfiguration(
+            raise self._refused(
+                trainer,
                 f"the batch sizes {', '.join(map(str, sizes))} cannot be timed: give at least two different --sizes "
-                f"from {least} to {most} (half of the dataset, or what fits into memory), or profile with more data."
+                f"from {least} to {most} (half of the dataset, or what fits into memory), or profile with more data.",
             )
         self.planner = SizeSweep(sizes=sizes, steps=self.order.steps)
         self._own, self._dataset = own, dataset
@@ -130,6 +133,12 @@ class DeviceProbe(ConvergenceProbe):
         trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
         for config in trainer.lr_scheduler_configs:
             config.strict = False
+
+    def _refused(self, trainer: Trainer, reason: str) -> Exception:
+        """Tell the command why this script cannot be timed, and return the error that ends the script."""
+        self.order.refuse(reason)
+        error: Exception = strategy_of(trainer)._misconfiguration(reason)
+        return error
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Follow the plan, as other policies do."""
