@@ -95,7 +95,7 @@ def _leave_out(lines: FinishLines, total: int, step_time: float) -> tuple[tuple[
 
     With the ``k`` workers of the slowest minimum left out, the longest minimum of the rest falls with ``k``, and the
     time that the rest needs for the total rises, both in whole samples. The best ``k`` is where the two cross, or one
-    before; equally slow workers are left out together.
+    before; workers with the same minimum are left out together.
     """
     slowest_first = np.argsort(-lines.finish(lines.low), kind="stable")
 
