@@ -15,7 +15,7 @@ class Join:
 
     Args:
         step: from which step on, ``>= 0``.
-        device: its profile.
+        device: its profile, whose slowdowns count from its own first pass.
         name: its hardware identity; by default the profile's name and the step.
         capacity: its peak FLOP/s, where a simulation is given those of its workers.
 

@@ -72,7 +72,11 @@ class LinkProfile:
         return 2.0 * (workers - 1) / workers * self.gradient_bytes / self.buckets
 
     def seconds(self, workers: int, at: float = 0.0) -> Array:
-        """Return the seconds of each bucket's all-reduce at the rate that the link has at a second of the clock."""
+        """Return the seconds of each bucket's all-reduce at the rate that the link has at a second of the clock.
+
+        One worker sends nothing, which takes no time. A rate that changes on the way is left out here; a simulation
+        counts it (:meth:`transfer`).
+        """
         if workers == 1:
             return np.zeros(self.buckets)
         return np.full(self.buckets, self.latency + self.bytes_of_bucket(workers) / self.rate_at(at))

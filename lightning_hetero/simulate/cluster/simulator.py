@@ -49,7 +49,8 @@ class ClusterSimulator:
         capacities: peak FLOP/s of each worker, for policies that begin with them.
         replan: interval of sync rounds: ``"auto"``, a number of steps, or ``"epoch"`` for those of :meth:`sync_round`.
         hysteresis: least predicted gain for which a plan changes.
-        change_cost: seconds that a change of the plan costs; by default what the first worker measures.
+        change_cost: seconds that decisions count for a change of the plan; by default what the first worker measures. A
+            simulated change takes none.
         round_seconds: seconds of a sync round up to its decision, a number or a function of the processor time that
             the decision took; by default what is typical for the number of workers (``benchmarks/scaling.py``).
         noise_scale: gradient noise scale in samples by the samples so far, a function or a

@@ -79,7 +79,8 @@ class PlanAnswer:
     Args:
         total_batch_size: ``B``.
         step_time: seconds of a step by the time model (C eq. 7), without jitter.
-        expected_step_time: mean seconds of a step in which each worker's time has its jitter and error.
+        expected_step_time: mean seconds of a step in which each worker's time has its jitter and error, independent and
+            normal.
         step_time_error: standard deviation of that.
         samples_per_second: ``B`` over the expected step time.
         even_step_time: seconds with even sizes, ``None`` if those do not fit into memory.
