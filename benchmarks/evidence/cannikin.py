@@ -89,7 +89,7 @@ def by_workload(data: Data) -> str:
         f"Saved against DDP, AdaptDL and LB-BSP, their fixed totals and LB-BSP's step tuned: {'; '.join(parts)}. With "
         f"the initial total kept, {span(saved(data, 'DDP at B_0'), 1)} against DDP and "
         f"{span(saved(data, 'LB-BSP at B_0'), 1)} against LB-BSP. Beside a system that knows all times from the start, "
-        f"ours takes {span(known)} longer."
+        f"ours takes {span(known, 1)} longer."
     )
 
 
