@@ -45,11 +45,11 @@ class StepRunner:
         self.messages = messages
         self._slow = np.ones(cluster.size)  # slowdown of the newest step
         self._seeds = cluster.size  # so many were given out
-        self._known: tuple[tuple[object, ...], tuple[float, float]] | None = None  # of the newest split
+        self._known: tuple[tuple[object, ...], tuple[float, float]] | None = None  # of the newest split and cluster
 
     def slow_down(self, factors: float | Sequence[float] | Array, link: float) -> None:
         """Make workers and link slower than the profiles say."""
-        self.cluster = self.undisturbed.slowed(factors, link)
+        self.cluster, self._known = self.undisturbed.slowed(factors, link), None
         if self.messages is not None:
             self.messages.change_link(self.cluster.link)
 
@@ -60,6 +60,7 @@ class StepRunner:
         self._factors.change(stay, cluster.devices, [seed + self._seeds + i for i in range(cluster.size)])
         self._seeds += cluster.size
         self.cluster = self.undisturbed = cluster
+        self._known = None
         self._slow = np.ones(cluster.size)
 
     def wait(self, seconds: float) -> None:
@@ -169,7 +170,7 @@ class StepRunner:
     def _of_split(self, plan: BatchPlan, sizes: Array, rate: float, at: float) -> tuple[float, float]:
         messages = self._messages
         sent = () if messages is None else (messages.density, messages.stale)
-        key = (self._slow.tobytes(), plan.local_batch_sizes, id(self.cluster), rate, sent)
+        key = (self._slow.tobytes(), plan.local_batch_sizes, rate, sent)
         if self._known is None or self._known[0] != key:
             total = int(max(plan.total_batch_size, self.cluster.low.sum()))
             self._known = key, (self.exact_seconds(sizes, at), self.best(total, at)[0])

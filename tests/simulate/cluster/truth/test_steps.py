@@ -56,3 +56,15 @@ def test_coefficients_and_times_are_those_at_the_newest_speeds_without_jitter():
         np.testing.assert_allclose(simulator.coefficients()[:, 1], [0.001, 0, 0.002, 0])
         assert simulator.time(simulator.plan) == pytest.approx(result.exact[-1])
         assert simulator.time(BatchPlan(20, (19, 1))) > simulator.time(simulator.plan)
+
+
+def test_times_without_jitter_follow_all_slowdowns_between_two_steps():
+    simulator = ClusterSimulator([DeviceProfile(0.001, 0.01, 0.002, 0.01)] * 2, 20, policy="even")
+    for factor in range(2, 30):
+        for other in (9.0, 8.0, 7.0, factor):
+            simulator.slow_down(other)
+        simulator.advance(1)
+    result = simulator.result
+    np.testing.assert_allclose(result.seconds, 0.05 * np.arange(2, 30))
+    np.testing.assert_allclose(result.exact, result.seconds)
+    np.testing.assert_allclose(result.optimum, result.seconds)
