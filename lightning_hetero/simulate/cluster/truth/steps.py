@@ -44,23 +44,26 @@ class StepRunner:
         self.undisturbed, self._factors, self._record = cluster, factors, record
         self.messages = messages
         self._slow = np.ones(cluster.size)  # slowdown of the newest step
+        self._added: tuple[dict[str, float], float] = {}, 1.0  # what slow_down added, by worker, and to the link
         self._seeds = cluster.size  # so many were given out
         self._known: tuple[tuple[object, ...], tuple[float, float]] | None = None  # of the newest split and cluster
 
     def slow_down(self, factors: float | Sequence[float] | Array, link: float) -> None:
         """Make workers and link slower than the profiles say."""
         self.cluster, self._known = self.undisturbed.slowed(factors, link), None
+        each = np.broadcast_to(np.asarray(factors, dtype=float), (self.cluster.size,)).tolist()
+        self._added = dict(zip(self.cluster.names, each, strict=True)), link
         if self.messages is not None:
             self.messages.change_link(self.cluster.link)
 
     def change_workers(self, cluster: ClusterState, seed: int) -> None:
-        """Go on with other workers; those of a former name go on with their random numbers."""
+        """Go on with other workers; those of a former name go on with their random numbers and as slow as they were."""
         before = {name: i for i, name in enumerate(self.cluster.names)}
         stay = {before[name]: i for i, name in enumerate(cluster.names) if name in before}
         self._factors.change(stay, cluster.devices, [seed + self._seeds + i for i in range(cluster.size)])
         self._seeds += cluster.size
-        self.cluster = self.undisturbed = cluster
-        self._known = None
+        self.undisturbed, (slow, link) = cluster, self._added
+        self.slow_down([slow.get(name, 1.0) for name in cluster.names], link)
         self._slow = np.ones(cluster.size)
 
     def wait(self, seconds: float) -> None:
