@@ -276,3 +276,15 @@ def test_all_that_is_added_and_left_out_counts_and_is_priced(run):
     )
     assert plan == plan_cluster(known).to_dict()
     assert json.loads(run("simulate", *cluster)[1])["names"] == ["A100", "T4", "T4", "V100"]
+
+
+def test_the_picture_of_a_simulation_is_that_of_its_steps(run, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("lightning_hetero.cli.simulate.draw_split", lambda *given: drawn.append(given))
+    assert run("simulate", MIXED, "--workload", "bert-squad", "--steps", "30", "--picture", "x.svg")[0] == 0
+    ((steps, sizes, shares, names, path, title),) = drawn
+    result = simulate_cluster(read_cluster(MIXED, Given(workload="bert-squad")), steps=30).result
+    assert (sizes == result.sizes).all()
+    assert (shares == result.optimum / result.exact).all()
+    assert min(shares) < 1
+    assert (list(steps), names, path, title) == (list(range(30)), ("A100", "A100", "T4", "T4"), "x.svg", MIXED)

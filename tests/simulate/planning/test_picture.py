@@ -19,3 +19,18 @@ def test_a_bar_is_the_step_of_a_kind_of_workers(monkeypatch):
     assert compute == pytest.approx([1e3 * answer.workers[i].compute_time for i in (0, 2)])
     assert [a + b for a, b in zip(compute, idle, strict=True)] == pytest.approx([1e3 * answer.step_time] * 2)
     assert [bar.get_x() for bar in axes.containers[1]] == pytest.approx(compute)
+
+
+def test_the_lines_of_a_simulation_are_its_sizes_and_its_share_of_the_optimum(monkeypatch):
+    pytest.importorskip("matplotlib")
+    figures = []
+    monkeypatch.setattr(picture, "_save", lambda figure, path: figures.append(figure))
+    sizes, shares = [[3, 3, 2], [4, 3, 1]], [0.5, 1.0]
+    picture.draw_split([0, 1], sizes, shares, ["fast", "fast", "slow"], "split.png", "lab")
+    above, below = figures[0].axes
+    drawn = [list(line.get_ydata()) for line in above.lines if len(line.get_ydata())]
+    assert drawn == [[3, 4], [3, 3], [2, 1]]
+    colors = [line.get_color() for line in above.lines]
+    assert colors[0] == colors[1] != colors[2]
+    assert list(below.lines[0].get_ydata()) == shares
+    assert [text.get_text() for text in above.get_legend().get_texts()] == ["fast", "slow"]
