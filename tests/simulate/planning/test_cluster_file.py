@@ -294,3 +294,7 @@ def test_a_device_of_a_file_may_have_its_own_jitter_error_and_name(file):
 def test_the_times_of_a_worker_of_a_file_may_have_jitter_and_price(file):
     (worker,) = read_cluster(file("workers: [{q: 1, s: 0, k: 1, m: 0, jitter: 0.2, price: 3}]\nprice: 1\n")).workers
     assert (worker.jitter, worker.price) == (0.2, 3.0)
+
+
+def test_a_cluster_without_a_name_has_that_of_its_file(file):
+    assert read_cluster(file(TIMES, "lab.yaml")).name == "lab"
