@@ -298,3 +298,10 @@ def test_the_times_of_a_worker_of_a_file_may_have_jitter_and_price(file):
 
 def test_a_cluster_without_a_name_has_that_of_its_file(file):
     assert read_cluster(file(TIMES, "lab.yaml")).name == "lab"
+
+
+@pytest.mark.parametrize(("link", "gamma"), [("{rate: 1Gbit}", 0.2), ("{rate: 1Gbit, gamma: 0.3}", 0.3)])
+def test_gamma_is_that_of_the_profile_unless_the_link_gives_it(file, link, gamma):
+    workers = (Worker("a", 1e-3, 0.0, 2e-3, 0.0),)
+    file(json.dumps(record(Cluster(workers, Link(4e6, 1e8, gamma=0.2), 8))), "run.json")
+    assert read_cluster(file(f"link: {link}\nworkers: [{{profile: run.json, count: 2}}]\n")).link.gamma == gamma
