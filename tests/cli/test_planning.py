@@ -11,7 +11,7 @@ from unittest.mock import ANY
 import pytest
 
 from lightning_hetero import cli
-from lightning_hetero.simulate.planning import Given, plan_cluster, read_cluster
+from lightning_hetero.simulate.planning import Given, plan_cluster, read_cluster, simulate_cluster
 from lightning_hetero.simulate.planning.units import parse_model
 
 B = ["B", "--workload", "resnet50-imagenet", "--total-batch", "1024", "--link", "10Gbit"]
@@ -332,3 +332,62 @@ def test_the_page_shows_what_the_command_writes(run, command, shown, tmp_path, m
 
 def test_the_page_shows_commands():
     assert len(SHOWN) == 5
+
+
+MIXED = "2xA100,2xT4"
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        (["--latency", "2ms"], {"latency": 2e-3}),
+        (["--jitter", "0.1"], {"jitter": 0.1}),
+        (["--samples", "5k"], {"samples": 5000}),
+        (["--price", "A100=3", "--price", "T4=0.5"], {"prices": {"A100": 3.0, "T4": 0.5}}),
+        (["--workload", "bert-squad"], {"workload": "bert-squad"}),
+    ],
+)
+def test_each_option_is_one_of_the_python_interface(run, options, given):
+    code, text, _ = run("plan", MIXED, "--workload", "resnet50-imagenet", "--link", "1Gbit", *options, "--json")
+    plain = {"workload": "resnet50-imagenet", "rate": 125e6}
+    before, after = (plan_cluster(read_cluster(MIXED, Given(**own))).to_dict() for own in (plain, {**plain, **given}))
+    assert code == 0
+    assert json.loads(text)["plan"] == after != before
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [(["--seed", "3"], {"seed": 3}), (["--seed", "0"], {}), (["--policy", "even"], {"policy": "even"})],
+)
+def test_a_simulation_has_the_seed_and_the_policy_that_are_given(run, options, given):
+    code, text, _ = run(
+        "simulate", MIXED, "--workload", "bert-squad", "--jitter", "0.1", "--steps", "9", *options, "--json"
+    )
+    cluster = read_cluster(MIXED, Given(workload="bert-squad", jitter=0.1))
+    assert code == 0
+    assert json.loads(text) == json.loads(json.dumps(simulate_cluster(cluster, steps=9, **given).to_dict()))
+
+
+def test_all_that_is_added_and_left_out_counts_and_is_priced(run):
+    changes = ["--add", "T4", "--add", "V100", "--drop", "A100", "--drop", "T4", "--price", "2"]
+    cluster = [MIXED, "--workload", "bert-squad", "--jitter", "0.1", *changes, "--json"]
+    plan = json.loads(run("plan", *cluster)[1])["plan"]
+    assert [worker["name"] for worker in plan["workers"]] == ["A100", "T4", "T4", "V100"]
+    known = read_cluster(
+        "A100,2xT4,V100",
+        Given(workload="bert-squad", jitter=0.1, prices={"*": 2.0}, total_batch_size=plan["total_batch_size"]),
+    )
+    assert plan == plan_cluster(known).to_dict()
+    assert json.loads(run("simulate", *cluster)[1])["names"] == ["A100", "T4", "T4", "V100"]
+
+
+def test_the_picture_of_a_simulation_is_that_of_its_steps(run, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("lightning_hetero.cli.simulate.draw_split", lambda *given: drawn.append(given))
+    assert run("simulate", MIXED, "--workload", "bert-squad", "--steps", "30", "--picture", "x.svg")[0] == 0
+    ((steps, sizes, shares, names, path, title),) = drawn
+    result = simulate_cluster(read_cluster(MIXED, Given(workload="bert-squad")), steps=30).result
+    assert (sizes == result.sizes).all()
+    assert (shares == result.optimum / result.exact).all()
+    assert min(shares) < 1
+    assert (list(steps), names, path, title) == (list(range(30)), ("A100", "A100", "T4", "T4"), "x.svg", MIXED)

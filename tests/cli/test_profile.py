@@ -222,3 +222,22 @@ def test_what_cannot_be_written_or_started_is_said_before_a_measurement(tmp_path
     errors = capsys.readouterr().err
     assert says in errors
     assert "it ran" not in errors
+
+
+@pytest.mark.parametrize(("jitter", "said"), [(0.05, False), (0.4, True)])
+def test_much_jitter_is_said(profile, jitter, said):
+    rows = f"rows = [[b, b * (1 + {jitter} * (-1) ** i), 2.0 * b, 0.4 * b] for i in range(20) for b in (8, 16)]"
+    code, text, _ = profile(FAKE.replace("answer =", f"{rows}\nanswer ="))
+    assert code == 0
+    assert ("so much jitter" in text) == said
+
+
+def test_the_total_is_that_of_the_script(profile, tmp_path):
+    assert profile(FAKE.replace('"total": 16', '"total": 24'))[0] == 0
+    assert json.loads((tmp_path / "device.json").read_text())["total_batch_size"] == 24
+
+
+def test_a_script_that_takes_too_long_is_ended(profile):
+    code, _, errors = profile("import time; time.sleep(100)", "--timeout", "1")
+    assert code == 1
+    assert "raise --timeout, or lower --steps" in errors

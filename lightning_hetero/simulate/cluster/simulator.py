@@ -226,6 +226,8 @@ class ClusterSimulator:
     def slow_down(self, factors: float | Sequence[float] | Array, *, link: float = 1.0) -> None:
         """Make each worker, and the link, slower from the next step on than the profiles say; 1 takes it back.
 
+        Workers that stay when others join or leave, and the link, stay as slow as they are.
+
         Args:
             factors: on all times of each worker, or one for all, above 0.
             link: factor on the seconds of all-reduces, above 0.

@@ -100,3 +100,16 @@ def test_capacities_of_some_workers_are_refused(known, capacity):
 def test_a_capacity_is_a_number_above_0():
     with pytest.raises(ValueError, match=r"capacity=0"):
         Join(20, DEVICES[0], capacity=0)
+
+
+def test_what_is_slow_stays_slow_when_others_join_or_leave():
+    no_time, device = DeviceProfile(0, 0, 0, 0), DeviceProfile(0.0, 0.5, 0.0, 0.5)
+    link = LinkProfile(gradient_bytes=1e6, rate=1e6, buckets=1)
+    events = [Leave(2, "device 0"), Join(4, no_time, "new")]
+    simulator = ClusterSimulator([no_time, device, no_time], 12, link=link, policy="even", events=events)
+    simulator.slow_down([1.0, 3.0, 1.0], link=5.0)
+    result = simulator.run(6)
+    np.testing.assert_allclose(result.seconds, 3 + 5 * np.repeat([4 / 3, 1.0, 4 / 3], 2))
+    np.testing.assert_allclose(result.exact, result.seconds)
+    simulator.slow_down(1.0)
+    np.testing.assert_allclose(simulator.run(1).seconds[-1], 1 + 4 / 3)

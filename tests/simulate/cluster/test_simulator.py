@@ -12,6 +12,8 @@ from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.policies import POLICIES
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.simulate import ClusterSimulator, DeviceProfile, LinkProfile
+from lightning_hetero.simulate.cluster.control.replay import RecordingPlanner
+from lightning_hetero.simulate.cluster.truth.factors import Factors
 
 
 def cluster(speeds, **more):
@@ -198,3 +200,51 @@ def test_settings_out_of_range_are_refused(wrong, says):
 def test_devices_that_take_no_time():
     result = ClusterSimulator([DeviceProfile(0, 0, 0, 0)] * 2, 16, policy="even").run(4)
     assert result.seconds.tolist() == [0.0] * 4
+
+
+def conditions(**settings):
+    """Conditions that a planner is told in each round."""
+    recording = RecordingPlanner(PerfModelPlanner())
+    ClusterSimulator(cluster((1.0, 0.5)), 100, policy=recording, **settings).run(60)
+    return [seen.context for seen in recording.log]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"hysteresis": 0.25}, {"hysteresis": 0.25}),
+        ({"change_cost": 3.0}, {"change_cost": 3.0}),
+        ({"names": ["one", "other"]}, {"identities": ("one", "other")}),
+        ({"min_local": 7}, {"min_local": (7, 7)}),
+    ],
+)
+def test_a_planner_is_told_what_is_given(given, told):
+    found = conditions(**given)
+    assert found
+    assert all({name: getattr(one, name) for name in told} == told for one in found)
+
+
+def test_a_planner_is_told_what_a_change_was_measured_to_cost_and_the_steps_since_the_last_round():
+    found = conditions(replan=12)
+    assert [one.elapsed for one in found] == [12] * 5
+    assert found[0].change_cost is None
+    assert found[-1].change_cost is not None
+
+
+def test_the_least_samples_of_a_worker_bound_the_split_and_the_optimum():
+    simulator = ClusterSimulator(cluster((1.0, 0.1)), 100, min_local=30)
+    assert simulator.run(60).sizes[-1].tolist() == [70, 30]
+    assert simulator.optimum()[1].tolist() == [70, 30]
+
+
+class Doubled:
+    """Factors of workers that take twice as long, and of a link that takes three times as long."""
+
+    def take(self, steps):
+        return Factors(np.full((steps, 2), 2.0), np.full((steps, 2, 2), 2.0), np.full(steps, 3.0))
+
+
+def test_factors_take_the_place_of_those_of_the_profiles():
+    link, own = LinkProfile(gradient_bytes=1e6, rate=1e6, buckets=1), cluster((1.0, 1.0), jitter=0.1)
+    result = ClusterSimulator(own, 20, link=link, policy="even", factors=Doubled()).run(5)
+    np.testing.assert_allclose(result.seconds, 2 * own[0].seconds(10) + 3 * link.seconds(2).sum())

@@ -252,3 +252,20 @@ def test_a_resumed_training_goes_on_with_the_next_pass(tmp_path):
     factors = profile.times(0)
     expected = [1e-4 * factor for _ in range(4) for factor in next(factors)]
     assert [one.device for one in again.device.times] == pytest.approx(expected[4:])
+
+
+def test_evaluation_counts_the_samples_of_the_function():
+    clock, callback = Clock(), EmulatedDeviceCallback(FAST, batch_size=lambda batch: 2 * len(batch[0]))
+    callback.device = EmulatedDevice(FAST, host=clock.host())
+    model = Regressor(dtype=torch.float32)
+    model.validation_step = lambda batch, batch_idx: None
+    trainer_of("auto", 1, callbacks=[callback]).validate(model, DataLoader(Points(16, dtype=torch.float32), 8))
+    assert [one.batch_size for one in callback.device.times] == [16, 16]
+    assert clock.seconds == pytest.approx(2 * FAST.model.forward_time(16))
+
+
+def test_the_end_of_a_training_leaves_no_hook():
+    model = Regressor(dtype=torch.float32)
+    counted(FAST, model)
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+    assert not any(layer._forward_hooks for layer in model.modules())

@@ -372,3 +372,26 @@ def test_shown_numbers_have_three_digits():
     assert [format_seconds(t) for t in (5e-6, 0.0123, 59.0, 900.0, 7200.0)] == [
         "5 us", "12.3 ms", "59 s", "15 min", "2 h"
     ]  # fmt: skip
+
+
+def test_a_device_of_a_file_may_have_its_own_jitter_error_and_name(file):
+    text = "workload: bert-squad\njitter: 0.03\nworkers: [T4, {device: T4, jitter: 0.2, error: 0.1, name: old}]\n"
+    plain, own = read_cluster(file(text)).workers
+    assert (plain.jitter, plain.error, plain.name) == (0.03, 0.0, "T4")
+    assert (own.jitter, own.error, own.name) == (0.2, 0.1, "old")
+
+
+def test_the_times_of_a_worker_of_a_file_may_have_jitter_and_price(file):
+    (worker,) = read_cluster(file("workers: [{q: 1, s: 0, k: 1, m: 0, jitter: 0.2, price: 3}]\nprice: 1\n")).workers
+    assert (worker.jitter, worker.price) == (0.2, 3.0)
+
+
+def test_a_cluster_without_a_name_has_that_of_its_file(file):
+    assert read_cluster(file(TIMES, "lab.yaml")).name == "lab"
+
+
+@pytest.mark.parametrize(("link", "gamma"), [("{rate: 1Gbit}", 0.2), ("{rate: 1Gbit, gamma: 0.3}", 0.3)])
+def test_gamma_is_that_of_the_profile_unless_the_link_gives_it(file, link, gamma):
+    workers = (Worker("a", 1e-3, 0.0, 2e-3, 0.0),)
+    file(json.dumps(record(Cluster(workers, Link(4e6, 1e8, gamma=0.2), 8))), "run.json")
+    assert read_cluster(file(f"link: {link}\nworkers: [{{profile: run.json, count: 2}}]\n")).link.gamma == gamma

@@ -258,3 +258,27 @@ def test_where_the_others_are_too_small_nobody_of_very_many_kinds_is_left_out(mo
     found = times_without_one(cluster, 45)[1]
     assert np.isinf(exact).tolist() == np.isinf(found).tolist() == [False, False, True, False, False]
     assert found[[0, 1, 3, 4]] == pytest.approx(exact[[0, 1, 3, 4]], rel=0.2)
+
+
+def test_each_worker_is_limited_by_what_asks_for_the_longer_step():
+    workers = (Worker("back", 1e-4, 0, 5e-3, 0), Worker("front", 5e-3, 0, 1e-4, 0))
+    link = Link(gamma=0.1, t_o=0.05, t_u=0.01, measured_on=2)
+    answer = plan_cluster(Cluster(workers, link), 40)
+    overlapped = [0.9 * w.k * part.local_batch_size for w, part in zip(workers, answer.workers, strict=True)]
+    assert overlapped[0] > link.t_o > overlapped[1]
+    assert [part.bottleneck for part in answer.workers] == ["compute", "communication"]
+
+
+def test_the_device_that_even_sizes_do_not_fit_is_named():
+    workers = (Worker("large", 1e-3, 0, 2e-3, 0), Worker("small", 1e-3, 0, 2e-3, 0, memory=5))
+    assert plan_cluster(Cluster(workers), 20).even_does_not_fit == "small"
+
+
+def test_devices_without_a_price_are_named():
+    workers = tuple(
+        Worker(name, 1e-3, 0, 2e-3, 0, price=price) for name, price in (("a", 1.0), ("b", None), ("b", None))
+    )
+    epoch = plan_cluster(Cluster(workers), 30, samples=300).epoch
+    assert (epoch.price_per_hour, epoch.cost, epoch.without_price) == (None, None, ("b",))
+    epoch = plan_cluster(Cluster(workers).priced({"b": 2.0}), 30, samples=300).epoch
+    assert (epoch.price_per_hour, epoch.without_price) == (5.0, ())

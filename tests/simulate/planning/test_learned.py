@@ -1,6 +1,7 @@
 """Answers of a simulated policy, against times written out once more."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -82,3 +83,19 @@ def test_the_seed_is_that_of_the_jitter():
     one, other, again = (simulate_cluster(cluster, steps=5, seed=seed).result.seconds for seed in (1, 2, 1))
     assert (one == again).all()
     assert (one != other).all()
+
+
+@pytest.mark.parametrize("link", [Link(4e6, 1e8, gamma=0.3), Link(gamma=0.3, t_o=0.03, t_u=0.01, measured_on=2)])
+def test_the_first_bucket_is_ready_as_early_as_in_the_plan(link):
+    assert link_profile(link, 2).gamma == 0.3
+
+
+def test_equal_devices_with_other_sizes_are_shown_as_a_range():
+    answer = simulate_cluster(Cluster((*UNEQUAL, UNEQUAL[1])), 40, 5)
+    text = learned_text(replace(answer, plans=(replace(answer.plans[0], local_batch_sizes=(20, 8, 12)),)))
+    assert [line.split() for line in text.splitlines() if "slow" in line] == [["2", "x", "slow", "8-12"]]
+
+
+def test_workers_of_a_simulation_keep_within_their_memory():
+    small = replace(UNEQUAL[0], memory=25)
+    assert simulate_cluster(Cluster((small, UNEQUAL[1])), 40, 40).plans[-1].local_batch_sizes == (25, 15)

@@ -45,3 +45,18 @@ def test_a_split_s_lines_have_a_legend_that_fits(monkeypatch, kinds):
     assert len(styles) == min(kinds, 40)
     title = figure.axes[0].get_title()
     assert title == ("lab" if kinds <= 40 else "lab (without 10 more kinds of workers)")
+
+
+def test_the_lines_of_a_simulation_are_its_sizes_and_its_share_of_the_optimum(monkeypatch):
+    pytest.importorskip("matplotlib")
+    figures = []
+    monkeypatch.setattr(picture, "_save", lambda figure, path: figures.append(figure))
+    sizes, shares = [[3, 3, 2], [4, 3, 1]], [0.5, 1.0]
+    picture.draw_split([0, 1], sizes, shares, ["fast", "fast", "slow"], "split.png", "lab")
+    above, below = figures[0].axes
+    drawn = [list(line.get_ydata()) for line in above.lines if len(line.get_ydata())]
+    assert drawn == [[3, 4], [3, 3], [2, 1]]
+    colors = [line.get_color() for line in above.lines]
+    assert colors[0] == colors[1] != colors[2]
+    assert list(below.lines[0].get_ydata()) == shares
+    assert legend(figures[0]) == ["2 x fast", "slow"]

@@ -43,22 +43,26 @@ class StepRunner:
         self.cluster, self.count, self.clock = cluster, 0, 0.0
         self.undisturbed, self._factors, self._record = cluster, factors, record
         self.messages = messages
+        self._added: tuple[dict[str, float], float] = {}, 1.0  # what slow_down added, by worker, and to the link
         self._seeds = cluster.size  # so many were given out
-        self._known: tuple[tuple[object, ...], tuple[float, float]] | None = None  # of the newest split
+        self._known: tuple[tuple[object, ...], tuple[float, float]] | None = None  # of the newest split and cluster
 
     def slow_down(self, factors: float | Sequence[float] | Array, link: float) -> None:
         """Make workers and link slower than the profiles say."""
-        self.cluster = self.undisturbed.slowed(factors, link)
+        self.cluster, self._known = self.undisturbed.slowed(factors, link), None
+        each = np.broadcast_to(np.asarray(factors, dtype=float), (self.cluster.size,)).tolist()
+        self._added = dict(zip(self.cluster.names, each, strict=True)), link
         if self.messages is not None:
             self.messages.change_link(self.cluster.link)
 
     def change_workers(self, cluster: ClusterState, seed: int) -> None:
-        """Go on with other workers; those of a former name go on with their random numbers."""
+        """Go on with other workers; those of a former name go on with their random numbers and as slow as they were."""
         before = {name: i for i, name in enumerate(self.cluster.names)}
         stay = {before[name]: i for i, name in enumerate(cluster.names) if name in before}
         self._factors.change(stay, cluster.devices, [seed + self._seeds + i for i in range(cluster.size)])
         self._seeds += cluster.size
-        self.cluster = self.undisturbed = cluster
+        self.undisturbed, (slow, link) = cluster, self._added
+        self.slow_down([slow.get(name, 1.0) for name in cluster.names], link)
 
     def wait(self, seconds: float) -> None:
         """Let the clock go on."""
@@ -174,7 +178,7 @@ class StepRunner:
     def _of_split(self, plan: BatchPlan, sizes: Array, slow: Array, rate: float, at: float) -> tuple[float, float]:
         messages = self._messages
         sent = () if messages is None else (messages.density, messages.stale)
-        key = (slow.tobytes(), plan.local_batch_sizes, id(self.cluster), rate, sent)
+        key = (slow.tobytes(), plan.local_batch_sizes, rate, sent)
         if self._known is None or self._known[0] != key:
             total = int(max(plan.total_batch_size, self.cluster.low.sum()))
             self._known = key, (self._exact(sizes, slow, at), self._best(total, slow, at)[0])

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_hetero.core.policies.goodput import GoodputPlanner
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.simulate import ClusterSimulator, DeviceProfile, LinkProfile, NoiseTrajectory
 from lightning_hetero.simulate.cluster.control.replay import RecordingPlanner
 
@@ -89,3 +90,10 @@ def test_a_planner_that_is_recorded_moves_the_total():
     result = ClusterSimulator(DEVICES, 60, link=LINK, policy=recording, noise_scale=lambda samples: 2000.0).run(60)
     assert recording.moves_total
     assert result.totals[-1] > 60
+
+
+def test_an_estimate_is_of_all_steps_since_the_last_round():
+    recording = RecordingPlanner(PerfModelPlanner())
+    noise = NoiseTrajectory(lambda samples: 100.0 + samples, errors=(0.0, 0.0))
+    ClusterSimulator(DEVICES, 60, policy=recording, noise_scale=noise, replan=8).run(8)
+    assert recording.log[0].context.noise.noise_scale == pytest.approx(100.0 + np.mean(60 * np.arange(8)))

@@ -5,6 +5,7 @@ import pytest
 
 from lightning_hetero.compression.wire_format import MessageFormat
 from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.compression.objective import DensityChoice
 from lightning_hetero.core.compression.settings import BlockTopK
 from lightning_hetero.core.policies.time_to_accuracy import TimeToAccuracyPlanner
 from lightning_hetero.simulate import ClusterSimulator, DeviceProfile, LinkProfile
@@ -179,3 +180,10 @@ def test_the_optimum_follows_the_density():
     result = simulator.run(5)
     np.testing.assert_allclose(result.exact, result.seconds)
     assert result.optimum[-1] < 0.1 * result.optimum[4]
+
+
+@pytest.mark.parametrize("may", [False, True])
+def test_messages_are_stale_only_where_they_may_be(may):
+    exchange = MessageExchange(BlockTopK(density=0.1), LinkProfile(gradient_bytes=4e6), 2, may_be_stale=may)
+    exchange.apply(DensityChoice(0.02, 8, objective=1.0, compute=1.0, transfer=1.0, least=1.0), True)
+    assert (exchange.density, exchange.stale) == (0.02, may)

@@ -73,3 +73,15 @@ def test_a_step_without_samples_has_no_optimum():
     simulator = ClusterSimulator([DeviceProfile(0.001, 0, 0.002, 0)] * 3, 30)
     with pytest.raises(ValueError, match="total_batch_size=0"):
         simulator.optimum(0)
+
+
+def test_times_without_jitter_follow_all_slowdowns_between_two_steps():
+    simulator = ClusterSimulator([DeviceProfile(0.001, 0.01, 0.002, 0.01)] * 2, 20, policy="even")
+    for factor in range(2, 30):
+        for other in (9.0, 8.0, 7.0, factor):
+            simulator.slow_down(other)
+        simulator.advance(1)
+    result = simulator.result
+    np.testing.assert_allclose(result.seconds, 0.05 * np.arange(2, 30))
+    np.testing.assert_allclose(result.exact, result.seconds)
+    np.testing.assert_allclose(result.optimum, result.seconds)
