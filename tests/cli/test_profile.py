@@ -241,3 +241,9 @@ def test_a_script_that_takes_too_long_is_ended(profile):
     code, _, errors = profile("import time; time.sleep(100)", "--timeout", "1")
     assert code == 1
     assert "raise --timeout, or lower --steps" in errors
+
+
+def test_the_launcher_starts_the_script_with_its_environment(profile, tmp_path):
+    script = FAKE.replace('"arguments": sys.argv[1:]', '"launched": os.environ.get("LAUNCHED")')
+    assert profile(script, "--launcher", f"env LAUNCHED=1 {sys.executable}")[0] == 0
+    assert json.loads((tmp_path / "order").read_text())["launched"] == "1"

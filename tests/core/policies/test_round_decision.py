@@ -68,3 +68,32 @@ def test_the_total_that_has_to_stay_is_that_of_the_upcoming_plan(total):
     else:
         with pytest.raises((RuntimeError, ValueError), match="total"):
             decide_round(Proposes(), SEEN, OLD, NEW, context())
+
+
+@pytest.mark.parametrize(("running", "upcoming"), [(None, NEW), (OLD, None)])
+def test_one_plan_that_is_missing_leaves_nothing_to_decide(running, upcoming):
+    planner = Sure()
+    assert decide_round(planner, SEEN, running, upcoming, None) == (Decision(planner), (None, None))
+
+
+class Learner(Sure):
+    """Makes way for another planner."""
+
+    following = None
+
+    def decide(self, observations, current, context):
+        return Decision(self.following)
+
+
+class Twice(StaticPlanner):
+    """A step takes twice as many seconds as its plan has samples."""
+
+    def predict(self, plan, context):
+        return 2.0 * plan.total_batch_size
+
+
+@pytest.mark.parametrize(("following", "predicted"), [(None, 8.0), (Twice(), 16.0)])
+def test_the_planner_that_follows_predicts_or_else_the_one_that_decided(following, predicted):
+    planner = Learner()
+    planner.following = following
+    assert decide_round(planner, SEEN, NEW, NEW, context())[1] == (predicted, None)
