@@ -77,17 +77,50 @@ def _round(lines: FinishLines, sizes: Array, total: int) -> Array:
     if rest == 0:
         return whole
     room = np.minimum(lines.high - whole, rest)
+    if rest > (room > 0).sum():  # rounding leaves less than a sample each: here one is below the last digit of the time
+        return np.asarray(whole + _evenly(room, rest))
+
+    def more(time: float) -> Array:
+        """Samples that each worker can take beyond ``whole`` within a time, those of one more among them."""
+        return np.asarray(np.clip(np.floor(lines.capacity(time)[0] + 1e-9) - whole, 0.0, room))
+
     first = np.where(room > 0, lines.finish(whole + 1), np.inf)
-    # the ``rest`` earliest increments all end by ``limit``: list every increment up to there, second ones included
-    limit = float(np.partition(first, rest - 1)[rest - 1]) if rest <= (room > 0).sum() else np.inf
-    reach = lines.capacity(limit)[0] if np.isfinite(limit) else lines.high
-    count = np.clip(np.floor(reach + 1e-9) - whole, room > 0, room).astype(int)
-    owner = np.repeat(np.arange(len(whole)), count)
-    nth = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count) + 1
+    # the ``rest`` earliest increments all end by ``late``: list every increment up to there, second ones included
+    late, early = float(np.partition(first, rest - 1)[rest - 1]), float(lines.finish(whole).min())
+    count = np.maximum(more(late), room > 0)
+    while count.sum() > rest + len(whole):
+        middle = 0.5 * (early + late)
+        if not early < middle < late:  # what is left ends in the same moment, as far as the digits go
+            certain = np.where(more(early).sum() <= rest, more(early), 0.0)
+            return np.asarray(whole + certain + _evenly(count - certain, int(rest - certain.sum())))
+        fewer = more(middle)
+        if fewer.sum() < rest:
+            early = middle
+        else:
+            late, count = middle, fewer
+    owner = np.repeat(np.arange(len(whole)), count.astype(int))
+    nth = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count.astype(int)) + 1
     b = whole[owner] + nth
     when = np.maximum(lines.alpha_1[owner] * b + lines.beta_1[owner], lines.alpha_2[owner] * b + lines.beta_2[owner])
     chosen = np.argsort(when, kind="stable")[:rest]
     return np.asarray(whole + np.bincount(owner[chosen], minlength=len(whole)))
+
+
+def _evenly(room: Array, number: int) -> Array:
+    """Return shares of a number that differ by one at most, except where there is less room.
+
+    Example:
+        >>> _evenly(np.array([1.0, 9.0, 9.0]), 8).tolist()
+        [1.0, 4.0, 3.0]
+    """
+    given, open_ = np.zeros_like(room), np.flatnonzero(room > 0)
+    while number > 0 and len(open_):
+        each = max(number // len(open_), 1)
+        part = np.minimum(room[open_] - given[open_], each)[:number]
+        given[open_[: len(part)]] += part
+        number -= int(part.sum())
+        open_ = open_[given[open_] < room[open_]]
+    return given
 
 
 def _leave_out(lines: FinishLines, total: int, step_time: float) -> tuple[tuple[int, ...], float | None]:

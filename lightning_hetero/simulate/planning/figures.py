@@ -192,7 +192,7 @@ def link_answer(cluster: Cluster, total: int, step_time: float) -> LinkAnswer:
     if rate is not None and math.isinf(rate):
         needed = None
         if link.gradient_bytes and len(cluster.workers) > 1:
-            finite = cluster.with_link(link.at_rate(1.0))
+            finite = cluster.with_link(link.at_rate(link.gradient_bytes / step_time))
             needed = link_answer(finite, total, best).rate_needed
         return LinkAnswer(rate, 1.0, None, needed)
     factor = _least_factor(least, best / LINK_SHARE)

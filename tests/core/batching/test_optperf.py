@@ -1,6 +1,8 @@
 """The exact split against a linear and an integer programme, the closed cases of the paper, and bounds."""
 
+import heapq
 import itertools
+import tracemalloc
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -321,6 +323,35 @@ def test_slow_worker_that_the_others_cannot_replace_is_kept():
 
 
 # -- size
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_fast_workers_among_many_slow_ones_get_the_samples_that_end_first(seed):
+    rng = np.random.default_rng(seed)
+    times = np.where(rng.random(300) < 0.1, 10.0 ** rng.uniform(-5, -3, 300), rng.uniform(0.9, 1.1, 300)).tolist()
+    nodes = tuple(NodeTimeModel(seconds, 0.0, 0.0, 0.0) for seconds in times)
+    total = 300 + int(rng.integers(200, 20_000))
+    ends = [(2 * seconds, i, 1) for i, seconds in enumerate(times)]
+    heapq.heapify(ends)
+    for _ in range(total - 300):
+        _, i, size = heapq.heappop(ends)
+        heapq.heappush(ends, ((size + 2) * times[i], i, size + 1))
+    least = max(size * times[i] for _, i, size in ends)
+    plan = solve_optperf(ClusterTimeModel(nodes), total)
+    assert sum(plan.local_batch_sizes) == total
+    assert plan.step_time == pytest.approx(least, rel=1e-9)
+
+
+@pytest.mark.parametrize("t_o", [1e9, 1e15, 1e21])
+def test_a_sample_below_the_last_digit_of_the_time_is_given_to_anybody(t_o):
+    """Without a list of all samples of all workers, which would be longer than any memory."""
+    nodes = (NodeTimeModel(0.006, 0.003, 0.012, 0.003),) * 3000
+    tracemalloc.start()
+    plan = solve_optperf(ClusterTimeModel(nodes, 0.12, t_o, 1.0), 100_000)
+    assert tracemalloc.get_traced_memory()[1] < 50e6
+    tracemalloc.stop()
+    assert sum(plan.local_batch_sizes) == 100_000
+    assert max(plan.local_batch_sizes) - min(plan.local_batch_sizes) <= (1 if t_o < 1e12 else 100_000)
 
 
 def test_hundred_thousand_workers():
