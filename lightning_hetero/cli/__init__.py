@@ -1,5 +1,6 @@
 """The command ``lightning-hetero``: a table of subcommands, each in its own module, which is imported when it runs."""
 
+import errno
 import importlib
 import os
 import sys
@@ -63,6 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:  # who reads, as `head` does, has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.stderr.write(f"lightning-hetero {name}: {error.strerror}; free some space, or write to another place.\n")
         return 1
     return code
 

@@ -391,3 +391,30 @@ def test_the_picture_of_a_simulation_is_that_of_its_steps(run, monkeypatch):
     assert (shares == result.optimum / result.exact).all()
     assert min(shares) < 1
     assert (list(steps), names, path, title) == (list(range(30)), ("A100", "A100", "T4", "T4"), "x.svg", MIXED)
+
+
+def test_the_recorded_file_of_the_page_can_be_planned(run, tmp_path):
+    file = tmp_path / "run.json"
+    (recorded,) = re.findall(r"^```json\n(.*?)^```$", PAGE, re.M | re.S)
+    file.write_text(recorded)
+    code, text, _ = run("plan", str(file))
+    assert code == 0
+    assert "2 workers, total batch 256" in text
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device")
+def test_a_full_disk_is_said():
+    code = "import sys; from lightning_hetero.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "plan", *B]
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert found.returncode == 1
+    assert (
+        found.stderr == "lightning-hetero plan: No space left on device; free some space, or write to another place.\n"
+    )
+
+
+def test_a_cluster_of_thousands_of_equal_devices_needs_little_memory(run):
+    code, text, _ = run("plan", "5000xA100", "--workload", "gpt2-wikitext103", "--total-batch", "100k")
+    assert code == 0
+    assert "unlimited; 78.5 Gbit/s would give 95 %" in text

@@ -81,7 +81,7 @@ def _round(lines: FinishLines, sizes: Array, total: int) -> Array:
         return np.asarray(whole + _evenly(room, rest))
 
     def more(time: float) -> Array:
-        """Samples that each worker can take beyond ``whole`` within a time, those of one more among them."""
+        """Return the samples that each worker can take beyond ``whole`` within a time."""
         return np.asarray(np.clip(np.floor(lines.capacity(time)[0] + 1e-9) - whole, 0.0, room))
 
     first = np.where(room > 0, lines.finish(whole + 1), np.inf)

@@ -42,7 +42,8 @@ class ClusterSimulator:
         devices: profile of each worker; two to ten thousand of them take milliseconds to a tenth of a second per step.
         total_batch_size: ``B`` to begin with, ``>= 1``.
         link: link of the workers; by default gradients take no time.
-        policy: name in :data:`~lightning_hetero.core.policies.POLICIES` that needs no settings, or a planner.
+        policy: name in :data:`~lightning_hetero.core.policies.POLICIES` that needs no settings, or a planner;
+            ``None`` keeps equal sizes.
         seed: of all random numbers: device ``i`` has ``seed + i``, as an emulated one has.
         min_local: fewest samples of each worker, ``>= 1``.
         names: hardware identity of each worker; by default its profile's name and its place.

@@ -80,8 +80,12 @@ class DeviceProfile:
         return NodeTimeModel(self.q, self.s, self.k, self.m)
 
     def seconds(self, batch_size: float) -> float:
-        """Return ``a + P`` of the undisturbed device."""
-        return self.model.compute_time(batch_size)
+        """Return ``a + P`` of the undisturbed device.
+
+        Raises:
+            ValueError: if the batch size is negative.
+        """
+        return self.model.compute_time(check_number("batch_size", batch_size, low=0.0))
 
     def slowdown_at(self, passage: int) -> float:
         """Return how many times as long the device takes in a pass, counted from 0, because of its slowdown."""

@@ -60,7 +60,7 @@ def draw_plan(answer: PlanAnswer, path: str, title: str = "") -> None:
     axes.set_yticks(places, names)
     axes.invert_yaxis()
     axes.set_xlabel("ms in a step")
-    speed = f"{answer.samples_per_second:.4g} samples/s, {format_seconds(answer.step_time)} a step"
+    speed = f"{answer.samples_per_second:.4g} samples/s, {format_seconds(answer.expected_step_time)} a step"
     axes.set_title(_plain(f"{title}: {speed}" if title else speed), fontsize=10)
     figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=2)
     _save(figure, path)
@@ -101,7 +101,7 @@ def draw_split(steps: Sequence[int], sizes: Any, shares: Any, names: Sequence[st
     more = len(dict.fromkeys(names)) - len(first)
     title += f" (without {counted(more, 'more kind')} of workers)" if more else ""
     axes[0].set_title(_plain(title), fontsize=10)
-    axes[1].plot(steps, np.asarray(shares), color="#3b6ea5", linewidth=1.2)
+    axes[1].plot(steps, np.asarray(shares), color="#3b6ea5", drawstyle="steps-post", linewidth=1.2)
     axes[1].axhline(1.0, color="#999999", linewidth=0.8)
     axes[1].set_ylabel("share of the optimum")
     axes[1].set_xlabel("step")

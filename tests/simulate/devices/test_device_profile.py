@@ -100,3 +100,8 @@ def test_what_cannot_be_is_named(wrong, error, says):
 def test_a_seed_is_a_whole_number(seed):
     with pytest.raises((TypeError, ValueError), match="seed"):
         profile().times(seed)
+
+
+def test_a_batch_is_no_smaller_than_none():
+    with pytest.raises(ValueError, match="batch_size=-1"):
+        DeviceProfile(0.001, 0.01, 0.002, 0.01).seconds(-1)
