@@ -1,6 +1,6 @@
 """Figures and tables of Cannikin's evaluation, by the real planners on clusters of exactly known speed.
 
-    python benchmarks/papers/cannikin.py all             # everything: about ten minutes
+    python benchmarks/papers/cannikin.py all             # everything: about twenty minutes
     python benchmarks/papers/cannikin.py reach training  # some of it
     python benchmarks/papers/cannikin.py all --quick     # one seed, to see that it works
 
