@@ -129,6 +129,7 @@ def test_density_of_the_example_falls_while_its_link_is_thin():
     first_that(falls, "fluctuating_link")
 
 
+@pytest.mark.alone
 def test_demo_reports_and_draws(tmp_path):
     output = output_of("demo", "--quick", "--output", str(tmp_path), limit=180)
     splits = re.search(r"^split at the end +96/96/96 +(\d+)/(\d+)/(\d+)$", output, re.M)
