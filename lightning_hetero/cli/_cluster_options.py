@@ -40,9 +40,9 @@ __all__ = [
     "cluster_of",
     "drawn",
     "given_of",
-    "joined_negatives",
     "list_published",
     "option",
+    "parsed",
     "write_json",
 ]
 
@@ -81,6 +81,15 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     picture = "draw it, too (.png, .svg, .pdf); needs Matplotlib"
     add("--picture", type=option(check_picture), metavar="FILE", help=picture)
     add("--list", action="store_true", help="list the devices, workloads and clusters of the papers, and end")
+
+
+def parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace | None:
+    """Return the options of a command, ``None`` if ``--list`` was all that they asked for."""
+    options = parser.parse_args(joined_negatives(argv))
+    if options.list:
+        list_published(as_json=options.json)
+        return None
+    return options
 
 
 def joined_negatives(argv: Sequence[str]) -> list[str]:

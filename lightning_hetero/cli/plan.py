@@ -4,15 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_hetero.cli._cluster_options import (
-    add_cluster_options,
-    changed,
-    cluster_of,
-    drawn,
-    joined_negatives,
-    list_published,
-    write_json,
-)
+from lightning_hetero.cli._cluster_options import add_cluster_options, changed, cluster_of, drawn, parsed, write_json
 from lightning_hetero.simulate.planning.figures import plan_cluster
 from lightning_hetero.simulate.planning.picture import draw_plan
 from lightning_hetero.simulate.planning.tables import compared_text, plan_text
@@ -22,10 +14,8 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str]) -> int:
     """Plan a cluster; with ``--add`` or ``--drop``, the changed one beside it."""
-    parser = _parser()
-    options = parser.parse_args(joined_negatives(argv))
-    if options.list:
-        list_published(as_json=options.json)
+    options = parsed(_parser(), argv)
+    if options is None:
         return 0
     try:
         cluster = cluster_of(options)

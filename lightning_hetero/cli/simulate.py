@@ -9,9 +9,8 @@ from lightning_hetero.cli._cluster_options import (
     changed,
     cluster_of,
     drawn,
-    joined_negatives,
-    list_published,
     option,
+    parsed,
     write_json,
 )
 from lightning_hetero.core.policies import NAMED
@@ -28,9 +27,8 @@ MOST_SEED = 2**31
 
 def main(argv: Sequence[str]) -> int:
     """Simulate a cluster, after ``--add`` and ``--drop``."""
-    options = _parser().parse_args(joined_negatives(argv))
-    if options.list:
-        list_published(as_json=options.json)
+    options = parsed(_parser(), argv)
+    if options is None:
         return 0
     try:
         cluster = changed(cluster_of(options), options)

@@ -145,7 +145,7 @@ def expected_step(cluster: Cluster, model: ClusterTimeModel, sizes: npt.NDArray[
     both = _compute(cluster, sizes) * np.stack([np.ones(len(b)), np.where(bound, model.gamma, 1.0)])
     jitter, error = np.array([(w.jitter, w.error) for w in cluster.workers]).T
     deviation = np.sqrt(((jitter * both) ** 2).sum(axis=0) + (error * both.sum(axis=0)) ** 2)
-    finish = model.finish_times(sizes.astype(float))
+    finish = model.finish_times(b)
     if not deviation.any():
         return float(finish.max()), 0.0
     from lightning_hetero.core.timing.expected_maximum import expected_maximum  # loads SciPy
