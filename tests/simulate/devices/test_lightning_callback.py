@@ -269,3 +269,25 @@ def test_the_end_of_a_training_leaves_no_hook():
     counted(FAST, model)
     assert not any(parameter._backward_hooks for parameter in model.parameters())
     assert not any(layer._forward_hooks for layer in model.modules())
+
+
+class Bare(L.LightningModule):
+    """Parameter without a layer; skips its second batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(5))
+
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx == 1 else (batch[0] * self.weight).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
+def test_a_forward_pass_without_a_layer_ends_before_the_backward_pass_or_with_its_batch():
+    callback, clock = counted(FAST, Bare())
+    kinds = [one.kind for one in callback.device.times]
+    assert kinds == ["forward", "backward", "forward", *["forward", "backward"] * 2]
+    assert clock.seconds == pytest.approx(4 * FAST.model.forward_time(8) + 3 * FAST.model.backward_time(8))
