@@ -80,6 +80,8 @@ class HeteroConfig:
             its first argument is named ``index``. ``"tokens"`` takes the lengths of token lists where they can be read
             without loading samples, and ``"auto"`` the same if ``weight_fn`` counts what the loss is a mean of and no
             other setting needs numbers of samples; ``None`` divides by number.
+        report: record the run at its sync rounds in ``hetero_run.jsonl`` of the logger's directory, or of a folder
+            that is given by its name, and log a summary when training ends; ``False`` for neither.
 
     Raises:
         TypeError: if a value has the wrong type.
@@ -116,6 +118,7 @@ class HeteroConfig:
     slice_fn: Callable[[Any, int, int], Any] | None = None
     concat_fn: Callable[[list[Any]], Any] | None = None
     cost_fn: Callable[..., Any] | str | None = "auto"
+    report: bool | str = True
 
     def __post_init__(self) -> None:
         if self.policy is not None:
@@ -129,8 +132,7 @@ class HeteroConfig:
             given = getattr(self, name)
             if given is not None and not callable(given):
                 raise TypeError(f"{name}={given!r} is not callable; give a function of the batch, or None.")
-        check_choice("shard", self.shard, (None, "mine", "whole", "claim"))
-        check_choice("batch_sampler", self.batch_sampler, ("per_rank", "global"))
+        self._check_data_and_report()
         if self.weight_fn is not None and self.loss_reduction == "sum":
             raise ValueError(
                 "weight_fn says what a mean loss is a mean of; with loss_reduction='sum' it has no meaning. Give one."
@@ -158,6 +160,12 @@ class HeteroConfig:
         for name in ("balance_evaluation", "probe_memory", "transfer_priority", "noise_scale"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False.")
+
+    def _check_data_and_report(self) -> None:
+        if not isinstance(self.report, bool | str) or self.report == "":
+            raise TypeError(f"report={self.report!r} must be True, False, or the name of a folder.")
+        check_choice("shard", self.shard, (None, "mine", "whole", "claim"))
+        check_choice("batch_sampler", self.batch_sampler, ("per_rank", "global"))
 
     def _check_cost(self) -> None:
         if self.cost_fn in (None, "auto"):

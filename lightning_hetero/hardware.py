@@ -12,7 +12,7 @@ import torch
 
 from lightning_hetero.core.batching.peak_flops import cpu_peak_flops, gpu_peak_flops
 
-__all__ = ["capacity", "cpu_quota", "cpu_share", "identity", "probe_largest_batch"]
+__all__ = ["call_device", "capacity", "cpu_quota", "cpu_share", "device_name", "identity", "probe_largest_batch"]
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,41 @@ def identity(device: torch.device, local_rank: int) -> str:
     if device.type == "cuda":
         return f"{platform.node()}/{torch.cuda.get_device_properties(device).uuid}"
     return f"{platform.node()}/{device.type}:{local_rank}"
+
+
+_called: list[str] = []
+
+
+def call_device(name: str) -> None:
+    """Give this process's device another name in reports, such as that of the device it emulates."""
+    _called[:] = [name] if name else []
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a device for people to read.
+
+    Example:
+        >>> len(device_name(torch.device("cpu"))) > 0
+        True
+    """
+    if _called:
+        return _called[0]
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{_processor()}, {cpu_share():.3g} cores"
+
+
+def _processor() -> str:
+    """Return the model of the CPU, in as few words as possible."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2] for line in lines if line.startswith("model name")]
+    name = models[0] if models else platform.processor() or platform.machine() or "CPU"
+    for word in ("(R)", "(TM)", "Processor", "CPU"):
+        name = name.replace(word, " ")
+    return " ".join(name.partition("@")[0].split()) or "CPU"
 
 
 def cpu_share() -> float:

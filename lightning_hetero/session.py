@@ -19,6 +19,7 @@ from lightning_hetero.core.policies.base import Planner, check_planner, load_pla
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.adaptation import Adaptation
 from lightning_hetero.frontend.log import show_log
+from lightning_hetero.frontend.report.session_report import SessionReport
 from lightning_hetero.frontend.session.batches import CopiedSession, SessionBatches
 from lightning_hetero.frontend.session.data import SessionData, Stream
 from lightning_hetero.frontend.session.steps import SessionSteps
@@ -49,8 +50,8 @@ class HeteroSession(TotalAccess):
         engine: engine that runs the steps.
         planner: decides on plans; by default the one that the engine's settings name.
         on_metrics: called on every rank with the metrics of each sync round.
-        directory: folder in which rank 0 keeps the table of candidates for the total batch,
-            ``hetero_candidates.csv``; ``None`` for no table.
+        directory: folder for the record of the run and the table of candidates for the total batch, if any.
+        front_end: what runs the loop, for the record.
 
     Raises:
         ValueError: if a planner is given beside the setting ``max_total_batch_size``, which has its own.
@@ -73,8 +74,9 @@ class HeteroSession(TotalAccess):
         planner: Planner | None = None,
         on_metrics: Callable[[dict[str, float]], None] | None = None,
         directory: Path | None = None,
+        front_end: str = "own loop",
     ) -> None:
-        self.engine, self.directory = engine, directory
+        self.engine, self.directory, self._report = engine, directory, SessionReport(engine, front_end, directory)
         # a custom loop may fetch several batches before a backward pass, and accumulates as it likes
         engine.weighting.hold_several()
         engine.rounds.keep_window()
@@ -196,10 +198,7 @@ class HeteroSession(TotalAccess):
             self.engine.sampler.set_epoch(self._epoch)
 
     def on_other_loader(self) -> None:
-        """Begin a loader that is not split: the running step is not measured, and outside a pass losses have weight 1.
-
-        Inside a pass, as in an evaluation every few steps, losses on the pass's batches keep their weights.
-        """
+        """Begin a loader that is not split: the step is not measured, and outside a pass losses have weight 1."""
         self.engine.observer.discard()
         if self._pass is None:
             self.engine.hook_state.require_weighting(False)
@@ -231,6 +230,7 @@ class HeteroSession(TotalAccess):
 
     def _exchange(self) -> None:
         plan = self.engine.plan
+        self._report.begin(self.planner)
         self.planner = self._adaptation.begun(self.planner)
         done = self.engine.exchange(self.planner, not_before=self.position)
         self.planner = done.planner if done.planner is not None else self.planner
@@ -245,6 +245,7 @@ class HeteroSession(TotalAccess):
     def close(self) -> None:
         """Close the engine; let the process group's threads finish, for which its destructor would wait in vain."""
         self._adaptation.close()
+        self._report.end()
         self.engine.close()
         if self.engine.world_size > 1:
             let_threads_go()

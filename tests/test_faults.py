@@ -308,9 +308,10 @@ def wall_clocks(tree):
 
 def test_the_package_reads_no_time_of_day():
     root = Path(__file__).parents[1] / "lightning_hetero"
+    dates = root / "frontend" / "report" / "begin.py"  # of a record, for people to read
     found = [
         f"{path.relative_to(root)}:{line} {what}"
-        for path in sorted(root.rglob("*.py"))
+        for path in sorted(set(root.rglob("*.py")) - {dates})
         for line, what in wall_clocks(ast.parse(path.read_text()))
     ]
     assert not found, "use time.perf_counter() or time.monotonic()"

@@ -31,9 +31,10 @@ FREE_OF_TRAINERS = LAYERS[LAYERS.index("session") :]
 # The same inside two packages, for their sub-packages and modules.
 SUB_LAYERS = {
     "core": (
+        "report",
         *("metrics", "as_published"),
         "policies",
-        *("batching", "compression", "merging"),
+        *("batching", "compression", "merging", "stragglers"),
         *("timing", "noise", "link"),
         *("observations", "checkpoint_state", "no_effect", "paper_index", "validation"),
     ),

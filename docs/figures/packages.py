@@ -15,7 +15,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PACKAGE = "lightning_hetero"
-OPENED = {"comm": 300, "core": 490}  # packages whose sub-packages have a panel of their own, and its width
+OPENED = {"comm": 300, "core": 620}  # packages whose sub-packages have a panel of their own, and its width
 
 Graph = dict[str, Counter[str]]  # box -> what it imports, and by how many statements
 Point = tuple[int, int]
@@ -61,6 +61,8 @@ ROLES = {
     "core.observations": "measured steps",
     "core.paper_index": "equations",
     "core.policies": "decisions",
+    "core.report": "record of a run",
+    "core.stragglers": "who makes others wait",
     "core.timing": "time model",
     "core.validation": "argument checks",
 }

@@ -107,7 +107,9 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
             timeout=None if self.init_handler is None else self.init_handler.timeout,
         )
         folder = Path(self.logging_dir) if self.logging_dir else None
-        self.hetero_session = HeteroSession(engine, on_metrics=self._keep_metrics, directory=folder)
+        self.hetero_session = HeteroSession(
+            engine, on_metrics=self._keep_metrics, directory=folder, front_end="Accelerate"
+        )
         tell(engine, self.hetero_session.planner)
         self.ddp_handler = HookedDDP(self.ddp_handler or DistributedDataParallelKwargs(), self, engine)
         self.register_save_state_pre_hook(self._save_hetero)

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lightning_hetero.engine import HeteroEngine
 
 if TYPE_CHECKING:
@@ -62,6 +64,12 @@ def processed(progress: Any) -> int:
 
 
 def log_metrics(trainer: Trainer, metrics: dict[str, float]) -> None:
-    """Log metrics with the number of optimizer steps so far, as Lightning logs those of a module."""
+    """Log metrics as Lightning logs those of a module: with the optimizer steps so far, the epoch, and for callbacks.
+
+    ``trainer.callback_metrics`` has them on every rank, so that ``ModelCheckpoint`` and ``EarlyStopping`` can monitor
+    them.
+    """
+    trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
     for logger in trainer.loggers:
-        logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+        logged = {**metrics, "epoch": float(trainer.current_epoch)}
+        logger.log_metrics(logged, step=trainer.fit_loop.epoch_loop._batches_that_stepped)

@@ -11,6 +11,7 @@ from lightning_hetero.callbacks._lightning import (
     Trainer,
     callbacks_of,
     is_named,
+    log_metrics,
 )
 from lightning_hetero.callbacks.base import PolicyCallback
 from lightning_hetero.callbacks.noise_scale import GNSCallback
@@ -160,15 +161,15 @@ class AdaptiveBatchCallback(PolicyCallback):
         if trainer.accumulate_grad_batches != planner.accumulation:
             trainer.accumulate_grad_batches = planner.accumulation
             self._engine.rounds.accumulate(planner.accumulation)
-        step, metrics = trainer.fit_loop.epoch_loop._batches_that_stepped, self._total.metrics(running)
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=step)
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        log_metrics(trainer, self._total.metrics(running))
         if self._directory is not None:
             self._total.write(planner.table, running, self._directory, step)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Let go of the optimizers, so that a checkpoint of the exception has the scheduled learning rates."""
         self._total.let_go()
+        super().on_exception(trainer, pl_module, exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let go of the optimizers."""

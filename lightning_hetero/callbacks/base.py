@@ -5,6 +5,7 @@ engine, which gathers observations, lets rank 0 decide and adopts the plan on al
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from lightning_hetero.callbacks._display.progress_bar import SplitInBar, lengthen_bar
@@ -22,6 +23,8 @@ from lightning_hetero.core.checkpoint_state import check_tensors, reading_state
 from lightning_hetero.core.policies import policy_name, same_policy
 from lightning_hetero.core.policies.base import Planner, check_planner, load_planner
 from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.frontend.report.begin import begin_report
+from lightning_hetero.frontend.report.finish import finish_report
 
 __all__ = ["PolicyCallback", "engine_of", "policy_states"]
 
@@ -117,6 +120,17 @@ class PolicyCallback(Callback):
         reason = check_staleness(trainer, self._engine)
         if reason is not None:
             raise MisconfigurationException(reason)
+        self._begin_report(trainer)
+
+    def _begin_report(self, trainer: Trainer) -> None:
+        """Begin the record of the run; a collective call."""
+        engine = self._engine
+        if engine is None or not engine.config.report or engine.world_size == 1 or engine.sampler is None:
+            return
+        directory = trainer.log_dir if trainer.loggers else None  # collective
+        name = getattr(type(trainer.strategy), "strategy_name", type(trainer.strategy).__name__)
+        folder = Path(directory) if directory else None
+        begin_report(engine, self.planner, front_end="Trainer", strategy=name, folder=folder)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reconsider the plan before the loader of this epoch is iterated."""
@@ -151,13 +165,19 @@ class PolicyCallback(Callback):
             _strategy(trainer).refresh_epoch_length()
             if not_before[1]:  # inside an epoch; at its start the bar takes the length by itself
                 lengthen_bar(trainer)
-        if plan is not None and trainer.loggers:
+        if plan is not None:
             log_metrics(trainer, self._engine.metrics(done, plan))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Apply the gradients of the last step that are still in flight."""
+        """Apply the gradients of the last step that are still in flight, and log the summary of the run."""
         assert self._engine is not None
         apply_last_sums(trainer, pl_module, self._engine)
+        finish_report(self._engine)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Log the summary of a run that an exception ends."""
+        if self._engine is not None:
+            finish_report(self._engine, exception)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take the split out of the progress bar."""

@@ -56,6 +56,7 @@ HELP = {
     "min_total_batch_size": "least total batch",
     "lr_scaling": "how the learning rate follows the total: auto, adascale, sqrt, linear, none or module:function",
     "noise_scale": "true measures the gradient noise scale",
+    "report": "true records the run and logs a summary at its end; or a folder for the record; false for neither",
     "shard": "whose samples a stream (IterableDataset) has: mine, whole or claim",
 }
 

@@ -4,6 +4,7 @@
 other ranks on the next plan. The planners of :mod:`lightning_hetero.core.policies` decide on plans.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -20,7 +21,7 @@ from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import Decision, PlanContext, Planner, Proposal, moves_total
 from lightning_hetero.core.policies.round_decision import decide_round
 from lightning_hetero.engine.engine_data import EngineData
-from lightning_hetero.engine.sync_rounds import Decide
+from lightning_hetero.engine.sync_rounds import NOT_PREDICTED, Decide, Predicted
 
 __all__ = ["HeteroEngine"]
 
@@ -171,7 +172,7 @@ class HeteroEngine(EngineData):
             ValueError: if the planner's plan exceeds a bound.
         """
 
-        def decide(observations: StepObservations) -> tuple[Decision, tuple[float | None, float | None]]:
+        def decide(observations: StepObservations) -> tuple[Decision, Predicted]:
             begins = not_before[1] == 0 and not self.rounds.keeps_window
             upcoming = self.plan if self.history is None else self.history.last.plan
 
@@ -179,7 +180,8 @@ class HeteroEngine(EngineData):
                 assert upcoming is not None
                 return self._context(upcoming, noise=self.noise_scale(), epoch_begins=begins)
 
-            return decide_round(planner, observations, self.plan, upcoming, context)
+            decision, predicted = decide_round(planner, observations, self.plan, upcoming, context)
+            return decision, (*predicted, self._even_step(decision.planner or planner, observations))
 
         done = self._run_sync_round(decide, not_before)
         self.rounds.diagnosis.observe(
@@ -196,7 +198,7 @@ class HeteroEngine(EngineData):
         Raises:
             ValueError: if the plan has another number of workers, or exceeds a bound.
         """
-        done = self._run_sync_round(lambda _: (Decision(None, Proposal(plan, reason)), (None, None)), not_before)
+        done = self._run_sync_round(lambda _: (Decision(None, Proposal(plan, reason)), NOT_PREDICTED), not_before)
         assert done.entry is not None
         return done.entry
 
@@ -210,15 +212,43 @@ class HeteroEngine(EngineData):
         parts = (self.hook_state.staleness, self.compression)
         payloads: list[SyncPayload] = [self.health, self.noise or Padding(NOISE_FIELDS)]
         payloads += [part for part in parts if part is not None]
+        plan = self.plan
         done, messages = self.rounds.run(decide, self.position, not_before, payloads)
+        self.rounds.watch.observe(
+            done, plan, self.position, self.observer.synced_steps, self.accumulation, **self._facts(done, plan)
+        )
         if self.compression is not None:
             self.compression.apply_choice(*messages)
         self.observer.interrupt()
         return done
 
+    def _even_step(self, planner: Planner | None, observations: StepObservations) -> float:
+        """Return the predicted seconds of a step of equal sizes, on rank 0; NaN if unknown."""
+        plan = self.plan
+        if plan is None:
+            return math.nan
+        return self.rounds.watch.even_step(planner, observations, plan, self._context(plan))
+
+    def _facts(self, done: RoundResult, plan: BatchPlan | None) -> dict[str, Any]:
+        """Return what the record of a sync round says of messages, noise and bounds, on rank 0."""
+        if self.rank != 0 or plan is None or self.workers is None:
+            return {}
+        report, noise = self.hook_state.averager.report, self.noise_scale()
+        table = getattr(done.planner, "table", ())
+        goodput = [one.goodput for one in table if one.total_batch_size == plan.total_batch_size * self.accumulation]
+        return {
+            "max_local": self.workers.max_local or (),
+            "density": report.density / report.steps if report.steps else math.nan,
+            "stale": self.hook_state.staleness is not None and self.hook_state.staleness.stale_share > 0.0,
+            "sent_bytes": self.rounds.diagnosis.sent_bytes(),
+            "noise_scale": math.nan if noise is None else noise.noise_scale,
+            "goodput": goodput[0] if goodput else math.nan,
+        }
+
     def metrics(self, done: RoundResult, plan: BatchPlan) -> dict[str, float]:
         """Return metrics of the steps up to a sync round, and of the traffic in them."""
         metrics = plan_metrics(done.observations, plan, done.predicted, self.accumulation, done.error)
+        metrics |= self.rounds.watch.metrics()
         for part in (self.hook_state.staleness, self.compression):
             metrics |= {} if part is None else part.metrics()
         return metrics

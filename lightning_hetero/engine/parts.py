@@ -27,6 +27,7 @@ from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.data.step_share import StepSampler
 from lightning_hetero.engine.sync_rounds import SyncRounds
 from lightning_hetero.engine.training_data import TrainingData
+from lightning_hetero.engine.watch.watch import RunWatch
 from lightning_hetero.hardware import cpu_quota
 
 __all__ = ["EngineParts"]
@@ -78,7 +79,9 @@ class EngineParts:
         self.models: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self.put_back: Callable[[], None] | None = None
         self.data = TrainingData(config, self.control, device, local_rank)
-        self.rounds = SyncRounds(self.control, self.data, self.observer, LinkDiagnosis(config, rank, self.hook_state))
+        diagnosis = LinkDiagnosis(config, rank, self.hook_state)
+        watch = RunWatch(rank, world_size, device, records=bool(config.report))
+        self.rounds = SyncRounds(self.control, self.data, self.observer, diagnosis, watch)
         self.notices, self.position = Notices(rank == 0), (0, 0)
 
     def restore_weights_by(self, put_back: Callable[[], None] | None) -> None:

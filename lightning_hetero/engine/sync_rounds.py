@@ -1,5 +1,6 @@
 """Sync rounds: ranks gather their measurements, rank 0 decides, all adopt its plan from the same step on."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,11 +15,15 @@ from lightning_hetero.core.batching.plan import PlanEntry
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import Decision
 from lightning_hetero.engine.training_data import TrainingData
+from lightning_hetero.engine.watch.watch import RunWatch
 
-__all__ = ["Decide", "SyncRounds"]
+__all__ = ["NOT_PREDICTED", "Decide", "Predicted", "SyncRounds"]
 
-Decide = Callable[[StepObservations], tuple[Decision, tuple[float | None, float | None]]]
-"""Function from observations to a decision, and the predicted seconds of a step with their standard error."""
+Predicted = tuple[float | None, float | None, float]
+"""Predicted seconds of a step, their standard error, and the predicted seconds of a step of equal sizes."""
+Decide = Callable[[StepObservations], tuple[Decision, Predicted]]
+"""Function from observations to a decision and what is predicted."""
+NOT_PREDICTED: Predicted = (None, None, math.nan)
 
 
 class SyncRounds:
@@ -29,6 +34,7 @@ class SyncRounds:
         data: training data whose plans are agreed on.
         timer: timer of this rank's steps.
         diagnosis: warns of a link that makes steps wait.
+        watch: names stragglers, measures gains, and records the run.
 
     Attributes:
         schedule: when rounds are due.
@@ -37,8 +43,15 @@ class SyncRounds:
         keeps_window: whether the training loop itself sets that number.
     """
 
-    def __init__(self, control: ControlPlane, data: TrainingData, timer: StepTimer, diagnosis: LinkDiagnosis) -> None:
-        self.control, self.data, self.timer, self.diagnosis = control, data, timer, diagnosis
+    def __init__(
+        self,
+        control: ControlPlane,
+        data: TrainingData,
+        timer: StepTimer,
+        diagnosis: LinkDiagnosis,
+        watch: RunWatch,
+    ) -> None:
+        self.control, self.data, self.timer, self.diagnosis, self.watch = control, data, timer, diagnosis, watch
         self.schedule = SyncSchedule(data.config.replan)
         self.observations = StepObservations.empty(control.world_size)
         self.accumulation, self.keeps_window = 1, False
@@ -75,7 +88,7 @@ class SyncRounds:
         if plans.history is None or data.sampler is None or data.workers is None:
             raise RuntimeError("no training data was sharded yet; call shard() first.")
         held = plans.history.digest(), *data.sampler.drawn
-        reached = gather_payloads(self.control, held, (self.timer, *payloads))
+        reached = gather_payloads(self.control, held, (self.timer, self.watch.memory, *payloads))
         observations, workers, done, learning = self.timer.matched, data.workers, Decision(None), data.cost_learning
         self.observations = observations if observations.num_steps else self.observations
 
@@ -96,11 +109,12 @@ class SyncRounds:
             following = self.schedule.after(step, observations, cost, done, ahead=ahead // self.accumulation)
             return entry, predicted, following, (done.density, done.stale)
 
-        entry, (predicted, error), following, messages = self.control.decide(decision)
+        entry, (predicted, error, even), following, messages = self.control.decide(decision)
         if entry is not None:
             plans.append(entry)
         self.control.require_equal("the plan and the step of the next sync round", (plans.history.digest(), following))
         plans.drop_before(at[0])
         self.schedule.done(self.timer.synced_steps, following, between_epochs=not_before[1] == 0)
         plans.sayings.note_kept(done)
-        return RoundResult(done.planner, observations, entry, predicted, error, done.density is not None), messages
+        moved = done.density is not None
+        return RoundResult(done.planner, observations, entry, predicted, error, moved, even, done.kept), messages

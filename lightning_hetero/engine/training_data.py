@@ -27,7 +27,7 @@ from lightning_hetero.engine.cost_learning import CostLearning
 from lightning_hetero.engine.plan_store import PlanStore
 from lightning_hetero.engine.sample_costs import SampleCosts
 from lightning_hetero.engine.stream_data import StreamData
-from lightning_hetero.hardware import capacity, identity
+from lightning_hetero.hardware import capacity, device_name, identity
 
 __all__ = ["TrainingData"]
 
@@ -204,6 +204,7 @@ class TrainingData:
             capacity(self.device),
             min_local=self.min_local,
             bounds=(own, self._memory_bound),  # type: ignore[arg-type]
+            device=device_name(self.device),
         )
         start, fixed = self.plans.start_of(epoch), config.local_batch_sizes
         total = sum(fixed) if fixed is not None else even_total

@@ -8,6 +8,7 @@ from lightning_hetero.accelerate.plugin import PREFIX, SETTINGS, as_environment,
 from lightning_hetero.config import HeteroConfig
 
 VALUES = {
+    "report": ("runs/first", "runs/first"),
     "policy": ("pid", "pid"),
     "loss_reduction": ("sum", "sum"),
     "local_batch_sizes": ("24, 12,16", (24, 12, 16)),

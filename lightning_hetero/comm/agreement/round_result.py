@@ -1,5 +1,6 @@
 """Outcome of a sync round, the same on all ranks."""
 
+import math
 from dataclasses import dataclass
 
 from lightning_hetero.core.batching.plan import PlanEntry
@@ -20,6 +21,8 @@ class RoundResult:
         predicted: predicted seconds of a step under the plan that ran, ``None`` without a model.
         error: standard error of ``predicted`` in seconds, ``None`` if unknown.
         density: whether the policy decided on the density of compressed gradients (on rank 0).
+        even: predicted seconds of a step of equal sizes, NaN if unknown.
+        kept: why the plan stays (on rank 0), ``None`` if it changes or there is nothing to say.
 
     Example:
         >>> from lightning_hetero.core import BatchPlan
@@ -34,3 +37,5 @@ class RoundResult:
     predicted: float | None
     error: float | None = None
     density: bool = False
+    even: float = math.nan
+    kept: str | None = None

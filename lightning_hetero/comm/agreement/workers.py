@@ -24,24 +24,33 @@ class Workers:
         capacities: open-loop capacity of each rank (peak FLOP/s).
         min_local: smallest batch that every rank can run.
         max_local: most samples of each rank, given or probed; ``None`` for no limit.
+        devices: name of each rank's device, for people to read.
     """
 
     identities: tuple[str, ...]
     capacities: tuple[float, ...]
     min_local: int = 1
     max_local: tuple[int, ...] | None = None
+    devices: tuple[str, ...] = ()
 
     @classmethod
     def gather(
-        cls, control: "ControlPlane", name: str, capacity: float, *, min_local: int, bounds: Sequence[int | None]
+        cls,
+        control: "ControlPlane",
+        name: str,
+        capacity: float,
+        *,
+        min_local: int,
+        bounds: Sequence[int | None],
+        device: str = "",
     ) -> "Workers":
         """Exchange worker information between all ranks; collective. The smallest of this rank's ``bounds`` applies."""
         bound = min((b for b in bounds if b is not None), default=NO_LIMIT)
-        names, capacities, minima, maxima = zip(
-            *control.gather_objects((name, capacity, min_local, bound)), strict=True
+        names, capacities, minima, maxima, devices = zip(
+            *control.gather_objects((name, capacity, min_local, bound, device)), strict=True
         )
         names = tuple(f"{name}#{names[:i].count(name)}" if name in names[:i] else name for i, name in enumerate(names))
-        return cls(names, capacities, max(minima), None if min(maxima) == NO_LIMIT else maxima)
+        return cls(names, capacities, max(minima), None if min(maxima) == NO_LIMIT else maxima, devices)
 
     @property
     def world_size(self) -> int:

@@ -53,10 +53,10 @@ class LinkDiagnosis:
         if news:
             advice = f". {self._advice()}" if self.state.bound and self.state.lasting else ""
             level = logging.WARNING if self.state.bound else logging.INFO
-            log.log(level, "%s%s", self.state.describe(self._sent_bytes()), advice)
+            log.log(level, "%s%s", self.state.describe(self.sent_bytes()), advice)
         self._counted = self.hook.num_bytes, self.hook.observer.synced_steps
 
-    def _sent_bytes(self) -> float:
+    def sent_bytes(self) -> float:
         """Return the bytes that a worker sends in a step (mean since the last sync round)."""
         report = self.hook.averager.report
         if report.steps:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from lightning_hetero.callbacks._lightning import Callback, LightningModule, Trainer
+from lightning_hetero.hardware import call_device
 from lightning_hetero.simulate.devices.batch_size import check_size_function, first_dimension, size_of
 from lightning_hetero.simulate.devices.device_profile import DeviceProfile
 from lightning_hetero.simulate.devices.emulated_device import EmulatedDevice
@@ -64,6 +65,7 @@ class EmulatedDeviceCallback(Callback):
             profiles = profiles[rank]
         if self.device is None:
             self.device = EmulatedDevice(profiles, self.seed + rank)
+        call_device(f"{profiles.name or 'a device'} (emulated)")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the passes so far: a resumed training goes on with the jitter and the slowdown of the next one."""

@@ -89,7 +89,7 @@ class HeteroFabricMixin(FabricCheckpointMixin, WholeFilesMixin):
             local_rank=self.local_rank,
             timeout=self._timeout,
         )
-        self.session = HeteroSession(engine, on_metrics=self.metrics.update)
+        self.session = HeteroSession(engine, on_metrics=self.metrics.update, front_end="Fabric")
         tell(engine, self.session.planner)
 
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:

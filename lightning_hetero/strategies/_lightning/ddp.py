@@ -62,6 +62,7 @@ class HeteroDDPMixin(UnevenStepsMixin):
         slice_fn: with ``batch_size=None``, returns rows of a batch: ``slice_fn(batch, start, stop)``.
         concat_fn: with ``batch_size=None``, puts parts of batches together: ``concat_fn(parts)``.
         cost_fn: cost of a sample, which divides batches: ``"auto"``, ``"tokens"``, ``cost_fn(sample)`` or ``None``.
+        report: record the run in the logger's directory, or in a folder given by name, and log a summary at its end.
         kwargs: arguments of Lightning's ``DDPStrategy``.
 
     Raises:
@@ -100,6 +101,7 @@ class HeteroDDPMixin(UnevenStepsMixin):
         slice_fn: Callable[[Any, int, int], Any] | None = None,
         concat_fn: Callable[[list[Any]], Any] | None = None,
         cost_fn: Callable[..., Any] | str | None = "auto",
+        report: bool | str = True,
         **kwargs: Any,
     ) -> None:
         refuse_for_own_loops(self, kwargs)
@@ -129,6 +131,7 @@ class HeteroDDPMixin(UnevenStepsMixin):
             slice_fn=slice_fn,
             concat_fn=concat_fn,
             cost_fn=cost_fn,
+            report=report,
         )
         check_communication(self.config, kwargs)
         super().__init__(**kwargs)

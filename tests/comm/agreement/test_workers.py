@@ -40,8 +40,8 @@ def first(roster, total, planner=None, running=None, **config):
 
 
 def test_meeting_takes_the_largest_minimum_and_the_least_bound_of_each():
-    met = Workers.gather(Table(("b", 2.0, 2, 9)), "a", 1.0, min_local=1, bounds=(12, 7))
-    assert met == Workers(("a", "b"), (1.0, 2.0), 2, (7, 9))
+    met = Workers.gather(Table(("b", 2.0, 2, 9, "V100")), "a", 1.0, min_local=1, bounds=(12, 7), device="A100")
+    assert met == Workers(("a", "b"), (1.0, 2.0), 2, (7, 9), ("A100", "V100"))
     assert met.world_size == 2
 
 
@@ -50,14 +50,14 @@ def test_meeting_without_bounds():
 
 
 def test_one_bound_is_enough_to_have_bounds():
-    met = Workers.gather(Table(("b", 1.0, 1, 9)), "a", 1.0, min_local=1, bounds=(None, None))
+    met = Workers.gather(Table(("b", 1.0, 1, 9, "")), "a", 1.0, min_local=1, bounds=(None, None))
     assert met.max_local[1] == 9
     assert met.max_local[0] > 10**9
 
 
 def test_equal_names_are_told_apart():
     """Two containers may have one host name and slot."""
-    others = [("a", 1.0, 1, 9), ("b", 1.0, 1, 9), ("a", 1.0, 1, 9)]
+    others = [("a", 1.0, 1, 9, ""), ("b", 1.0, 1, 9, ""), ("a", 1.0, 1, 9, "")]
     met = Workers.gather(Table(*others), "a", 1.0, min_local=1, bounds=())
     assert met.identities == ("a", "a#1", "b", "a#2")
 

@@ -79,6 +79,7 @@ class HeteroFSDPMixin(UnevenStepsMixin):
         slice_fn: with ``batch_size=None``, returns rows of a batch: ``slice_fn(batch, start, stop)``.
         concat_fn: with ``batch_size=None``, puts parts of batches together: ``concat_fn(parts)``.
         cost_fn: cost of a sample, which divides batches: ``"auto"``, ``"tokens"``, ``cost_fn(sample)`` or ``None``.
+        report: record the run in the logger's directory, or in a folder given by name, and log a summary at its end.
         kwargs: arguments of Lightning's ``ModelParallelStrategy``: ``save_distributed_checkpoint``, ``timeout``,
             ``process_group_backend``.
 
@@ -124,6 +125,7 @@ class HeteroFSDPMixin(UnevenStepsMixin):
         slice_fn: Callable[[Any, int, int], Any] | None = None,
         concat_fn: Callable[[list[Any]], Any] | None = None,
         cost_fn: Callable[..., Any] | str | None = "auto",
+        report: bool | str = True,
         **kwargs: Any,
     ) -> None:
         refuse_for_own_loops(self, kwargs)
@@ -146,6 +148,7 @@ class HeteroFSDPMixin(UnevenStepsMixin):
             slice_fn=slice_fn,
             concat_fn=concat_fn,
             cost_fn=cost_fn,
+            report=report,
         )
         self.replicate_size = check_int("replicate_size", replicate_size, minimum=1)
         self.auto_wrap_policy = requirements.wrapped_classes(auto_wrap_policy)

@@ -1,0 +1,96 @@
+"""Times of the newest steps of a sync round, by worker and phase, as the detection of stragglers takes them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.stragglers.settings import StragglerSettings
+
+__all__ = ["PHASES", "RoundTimes", "exposed_link"]
+
+Array = npt.NDArray[np.float64]
+
+PHASES = ("data", "forward", "backward", "optimizer")
+"""Phases in which a worker itself is busy."""
+_FIELDS = {"data": "data_wait", "forward": "forward", "backward": "backward", "optimizer": "optimizer"}
+
+
+def exposed_link(observations: StepObservations) -> Array:
+    """Return the seconds of each step from the last worker's last gradient to the end of its all-reduce.
+
+    Example:
+        >>> exposed_link(StepObservations.empty(2)).shape
+        (0,)
+    """
+    ends = observations.bucket_ends
+    if ends.shape[2] == 0 or not observations.num_steps:
+        return np.asarray(observations.last_sync.min(axis=1))
+    last = np.max(np.nan_to_num(ends, nan=0.0), axis=2)
+    return np.asarray(np.maximum((last - observations.backward).min(axis=1), observations.last_sync.min(axis=1)))
+
+
+@dataclass(frozen=True)
+class RoundTimes:
+    """Times of a round's newest steps, all at one split.
+
+    Args:
+        rows: computing seconds, shape ``(steps, workers)``.
+        sizes: samples of each worker.
+        times: median seconds of the phases in a step, shape ``(workers, phases)``.
+        compute: median computing seconds of each worker.
+        error: standard error of ``compute``.
+        step: seconds of a step.
+        link: seconds that even the last worker waits for the all-reduce.
+        link_error: its standard error.
+
+    Example:
+        >>> sizes, zeros = np.full((8, 2), 8.0), np.zeros((8, 2))
+        >>> seen = StepObservations(sizes, zeros, zeros + [0.1, 0.3], zeros, zeros, zeros + 0.01, zeros + 0.31)
+        >>> RoundTimes.of(seen, 1, StragglerSettings()).compute.tolist()
+        [0.1, 0.3]
+    """
+
+    rows: Array
+    sizes: Array
+    times: Array
+    compute: Array
+    error: Array
+    step: float
+    link: float
+    link_error: float
+
+    @classmethod
+    def of(cls, observations: StepObservations, accumulation: int, settings: StragglerSettings) -> "RoundTimes":
+        """Take the newest half of the steps, at least as many as the settings ask for and all at one split."""
+        sizes, own = observations.splits()[-1]
+        count = own.stop - own.start
+        newest = slice(own.stop - min(count, max(settings.min_steps, -(-count // 2))), own.stop)
+        phases = [accumulation * getattr(observations, _FIELDS[name])[newest] for name in PHASES]
+        rows = accumulation * observations.compute[own]
+        recent, link = np.sum(phases, axis=0), exposed_link(observations)[newest]
+        compute = np.median(recent, axis=0)
+        step = np.nan_to_num(observations.step_time[newest])
+        shortest = float(compute.max() + np.median(link))
+        return cls(
+            rows,
+            np.asarray(sizes),
+            np.stack([np.median(one, axis=0) for one in phases], axis=1),
+            compute,
+            _error(recent, compute),
+            max(float(np.median(step)), shortest),
+            float(np.median(link)),
+            float(_error(link[:, None], np.array([np.median(link)]))[0]),
+        )
+
+    def steps_since(self, rank: int, level: float) -> int:
+        """Return the newest steps in a row in which a worker took longer than a level."""
+        below = np.flatnonzero(self.rows[:, rank] < level)
+        return len(self.rows) if not len(below) else len(self.rows) - 1 - int(below[-1])
+
+
+def _error(rows: Array, middle: Array) -> Array:
+    """Return the standard error of medians of steps."""
+    deviation = 1.4826 * np.median(np.abs(rows - middle), axis=0)
+    return np.asarray(1.2533 * deviation / np.sqrt(len(rows)))

@@ -1,0 +1,188 @@
+"""Watch over a run: at each sync round it names stragglers and measures gains, on rank 0 with a record and a log."""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_hetero.comm.agreement.round_result import RoundResult
+from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
+from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.policies.base import PlanContext, Planner
+from lightning_hetero.core.report.records import RoundRecord, RunHeader
+from lightning_hetero.core.report.run_record import RunRecord
+from lightning_hetero.core.stragglers.detector import LINK, Straggler, StragglerDetector
+from lightning_hetero.engine.watch.gains import GainMeter
+from lightning_hetero.engine.watch.memory import MemoryUse
+from lightning_hetero.engine.watch.recorder import Recorder
+from lightning_hetero.engine.watch.time_model import KnownTimes, TimeModelWatch
+from lightning_hetero.engine.watch.wording import describe_straggler
+
+__all__ = ["RunWatch"]
+
+log = logging.getLogger("lightning_hetero")
+
+
+class RunWatch:
+    """Watch over a run.
+
+    Args:
+        rank: this rank; only rank 0 records and logs.
+        world_size: number of ranks.
+        device: device of this rank.
+        records: whether the run is recorded and summarised.
+
+    Attributes:
+        detector: stragglers, the same on all ranks.
+        memory: most memory of each rank.
+        recorder: records of the run, ``None`` where nothing is recorded.
+        speed_up: speed over equal sizes at the newest sync round, NaN if unknown; the same on all ranks.
+        devices: names of the devices, for the log.
+    """
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, *, records: bool = True) -> None:
+        self.speaks = rank == 0 and world_size > 1
+        self.detector, self.memory = StragglerDetector(world_size), MemoryUse(device)
+        self.recorder = Recorder(world_size) if records and rank == 0 and world_size > 1 else None
+        self.speed_up = math.nan
+        self.devices: Sequence[str] = ()
+        self._times, self._known = TimeModelWatch(), KnownTimes(math.nan, {})
+        self._gains, self._steps, self._at = GainMeter(), 0, (0, 0)
+        self._learn: Callable[[], KnownTimes] | None = None  # of the newest round, if there was no time for it
+
+    # at the begin
+
+    def describe(self, header: RunHeader, folder: Path | None) -> None:
+        """Begin the record of a run, in the file of a folder if there is one."""
+        self.devices = [worker.device for worker in header.workers]
+        if self.recorder is not None:
+            self.recorder.describe(header)
+            self.recorder.open(folder)
+
+    @property
+    def run(self) -> RunRecord | None:
+        """The record so far, ``None`` if nothing is recorded."""
+        return None if self.recorder is None else self.recorder.run
+
+    @property
+    def newest(self) -> RoundRecord | None:
+        """Newest sync round that was recorded."""
+        return None if self.recorder is None else self.recorder.newest
+
+    # at a sync round
+
+    def even_step(
+        self, planner: Planner | None, observations: StepObservations, running: BatchPlan | None, context: PlanContext
+    ) -> float:
+        """Return the predicted seconds of a step of equal sizes, on rank 0; NaN if unknown.
+
+        Args:
+            planner: planner that has seen the observations.
+            observations: of all workers.
+            running: plan under which the newest steps ran.
+            context: conditions of the run.
+        """
+        if self.recorder is None or running is None or not observations.num_steps:
+            return math.nan
+        learn = partial(self._times.observe, planner, observations, running, context)
+        if not self.recorder.may:
+            self._known, self._learn = KnownTimes(math.nan, {}), learn
+            return math.nan
+        with self.recorder.working():
+            self._known, self._learn = learn(), None
+        return self._known.even
+
+    def observe(
+        self, done: RoundResult, plan: BatchPlan | None, at: tuple[int, int], steps: int, accumulation: int, **more: Any
+    ) -> None:
+        """Take in a sync round, on all ranks.
+
+        Args:
+            done: its outcome.
+            plan: plan under which the newest steps ran.
+            at: epoch and step of the running batch.
+            steps: synchronized steps of the run so far.
+            accumulation: micro-batches of a step.
+            more: further fields of the round's record, for rank 0.
+        """
+        elapsed, self._steps, self._at = steps - self._steps, steps, at
+        observations = done.observations
+        events = self.detector.observe(observations, elapsed, accumulation)
+        self.speed_up = _speed_up(observations, plan, done.even)
+        for one in events:
+            self._tell_straggler(one, at, accumulation)
+        gain = self._gains.observe(observations)
+        if gain is not None and self.speaks:
+            log.info("the change of the split at %s", gain.describe())
+            if self.recorder is not None:
+                self.recorder.gain(gain)
+        if self.recorder is not None and plan is not None:
+            predicted = {
+                "predicted": math.nan if done.predicted is None else done.predicted,
+                "error": math.nan if done.error is None else done.error,
+            }
+            fields = {**predicted, "even": done.even, "kept": done.kept or "", **self._known.model, **more}
+            self.recorder.round(observations, plan, at, elapsed, accumulation, **fields)
+        if done.entry is not None and plan is not None:
+            self.changed(done.entry, plan)
+
+    def changed(self, entry: PlanEntry, old: BatchPlan) -> None:
+        """Note a plan that was adopted, and await its steps."""
+        if entry.plan.local_batch_sizes != old.local_batch_sizes:
+            self._gains.changed(entry, old.local_batch_sizes)
+        if self.recorder is not None:
+            self.recorder.change(entry)
+
+    def _tell_straggler(self, one: Straggler, at: tuple[int, int], accumulation: int) -> None:
+        if not self.speaks:
+            return
+        since = at if one.relieved else (at[0], max(at[1] + 1 - one.ago * accumulation, 0))
+        device = self.devices[one.rank] if 0 <= one.rank < len(self.devices) else ""
+        level = logging.INFO if one.relieved or one.rank == LINK else logging.WARNING  # of links, others warn
+        log.log(level, "%s", describe_straggler(one, since, device))
+        if self.recorder is not None:
+            self.recorder.straggler(one, since)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of stragglers, and the speed over equal sizes; the same on all ranks."""
+        metrics = {"hetero/straggler": float(self.detector.worst), "hetero/lost_seconds": self.detector.lost}
+        if math.isfinite(self.speed_up):
+            metrics["hetero/speed_up"] = self.speed_up
+        return metrics
+
+    # at the end
+
+    def finish(self, status: str = "finished") -> RunRecord | None:
+        """End the record; return it, once: ``None`` if there is none, or it has ended."""
+        recorder, self.recorder = self.recorder, None
+        if recorder is None or recorder.run is None:
+            return None
+        for one in self.detector.active.values():
+            one.end("run ended")
+            recorder.straggler(one, self._at)
+        known = KnownTimes(math.nan, {}) if self._learn is None else self._learn()
+        recorder.end(self._at, self._steps, status, self.memory.everyone, even=known.even, **known.model)
+        return recorder.run
+
+    @property
+    def path(self) -> Path | None:
+        """File of the record, ``None`` if there is none."""
+        return None if self.recorder is None else self.recorder.file.path
+
+
+def _speed_up(observations: StepObservations, plan: BatchPlan | None, even: float) -> float:
+    """Return the predicted seconds of a step of equal sizes over the measured ones."""
+    if plan is None or not observations.num_steps or not math.isfinite(even):
+        return math.nan
+    sizes = plan.local_batch_sizes
+    if max(sizes) - min(sizes) <= 1:
+        return 1.0
+    own = (observations.local_batch_sizes == np.array(sizes, dtype=float)).all(axis=1)
+    times = observations.step_time[own]
+    times = times[np.isfinite(times)]
+    return even / float(np.median(times)) if times.size else math.nan

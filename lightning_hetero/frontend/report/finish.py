@@ -1,0 +1,63 @@
+"""Summary of a run that ends: logged on rank 0, with the verdict first."""
+
+import io
+import logging
+import shutil
+import sys
+from typing import Any
+
+from lightning_hetero.core.report.run_record import RunRecord
+from lightning_hetero.core.report.summary import Summary, summary_of
+from lightning_hetero.engine import HeteroEngine
+
+__all__ = ["finish_report"]
+
+log = logging.getLogger("lightning_hetero")
+
+
+def finish_report(engine: HeteroEngine, error: BaseException | None = None) -> RunRecord | None:
+    """End the record of a run, and log its summary on rank 0; a further call does nothing.
+
+    Args:
+        engine: engine of the run.
+        error: what ended the run, ``None`` if it ended by itself.
+
+    Returns:
+        The record, ``None`` where there is none.
+    """
+    watch = engine.rounds.watch
+    path = watch.path
+    run = watch.finish("finished" if error is None else f"{type(error).__name__}: {_first_line(error)}")
+    if run is None or not run.rounds:
+        return run
+    summary = summary_of(run)
+    where = "" if path is None else f"\nrecord: {path} (lightning-hetero report {path.parent})"
+    log.info("%s%s", _rendered(summary), where)
+    return run
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:200]
+
+
+def _rendered(summary: Summary) -> str:
+    """Return the summary as text, with rich's table where rich is installed and shows one."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        return summary.text()
+    if not summary.rows or not sys.stderr.isatty():
+        return summary.text()
+    table = Table(*[_column(name) for name in summary.columns], title=summary.verdict, title_justify="left")
+    for row in summary.rows:
+        table.add_row(*row)
+    drawn = io.StringIO()
+    Console(file=drawn, width=min(shutil.get_terminal_size().columns, 120)).print(table)
+    return "\n".join(["", drawn.getvalue().rstrip(), *summary.lines])
+
+
+def _column(name: str) -> Any:
+    from rich.table import Column
+
+    return Column(name, justify="left" if name == "device" else "right")

@@ -1,0 +1,58 @@
+"""Each advice stands where its figure says so, and nowhere else."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from lightning_hetero.core.report.advice import advice
+from lightning_hetero.core.report.analysis import RunFigures
+from lightning_hetero.core.report.run_record import RunRecord
+from tests.recorded import a_round, header
+
+NODES = [(0.001, 0.002, 0.002, 0.001), (0.002, 0.002, 0.004, 0.001)]
+
+
+def given(sizes=(21, 11), nodes=NODES, policy="perf_model", change=None, **more):
+    record = a_round(np.random.default_rng(0), sizes, nodes=nodes, **more)
+    return advice(RunFigures(RunRecord.of([header(len(sizes), policy), replace(record, **(change or {}))])))
+
+
+def test_a_balanced_run_needs_no_advice():
+    assert given() == ()
+    assert advice(RunFigures(RunRecord.of([header(2)]))) == ()
+
+
+def test_a_link_that_makes_steps_wait():
+    (text,) = given(link=0.1)
+    assert text.startswith("communication-bound: 59% of the step waits for the link")
+    assert text.endswith("2.4x at most")
+    assert given(link=0.1, change={"density": 0.01}) == ()
+
+
+def test_a_loader_that_makes_its_worker_wait():
+    texts = given(data=(0.0, 0.05))
+    assert any(text.startswith("rank 1 waits 4") and "num_workers" in text for text in texts)
+    assert not any("rank 0 waits" in text for text in texts)
+
+
+def test_a_worker_that_only_costs_time():
+    slow = [*NODES, (0.0, 0.2, 0.0, 0.1)]
+    texts = given((29, 18, 1), nodes=slow)
+    assert any(text.startswith("rank 2 makes the job slower: without it") for text in texts)
+    assert not any("without it" in text for text in given())
+
+
+def test_a_bound_by_memory():
+    texts = given((16, 16), change={"max_local": (16, 100)})
+    assert any(text.startswith("rank 0 is at its most samples (memory)") for text in texts)
+
+
+def test_a_policy_that_keeps_the_split():
+    texts = given((16, 16), policy="even")
+    assert any(text.startswith("the even policy keeps the split: the optimum") for text in texts)
+    assert not any("keeps the split" in text for text in given((16, 16)))
+
+
+def test_short_steps():
+    short = [(1e-5, 1e-3, 1e-5, 1e-4), (1e-5, 4e-3, 1e-5, 1e-4)]
+    assert any("too short to balance" in text for text in given(nodes=short, link=1e-4))

@@ -1,0 +1,73 @@
+"""The summary of a run: every number in it is one of the record."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lightning_hetero.core.report.analysis import RunFigures
+from lightning_hetero.core.report.records import EndRecord, WorkerRecord
+from lightning_hetero.core.report.run_record import RunRecord
+from lightning_hetero.core.report.summary import MAX_ROWS, summary_of
+from tests.recorded import a_round, a_run, header
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_verdict_and_the_table_have_the_figures(seed):
+    run = a_run(seed)
+    figures, summary = RunFigures(run), summary_of(run)
+    assert summary.verdict.startswith(f"hetero_ddp: {figures.speed_up:.2f}x over even sizes; ")
+    assert f"{100 * figures.idle:.0f} % idle" in summary.verdict
+    assert summary.verdict.endswith(f"limited by: {figures.limited_by}")
+    assert len(summary.rows) == 3
+    for row, one in zip(summary.rows, figures.workers, strict=True):
+        assert row[:2] == (str(one.rank), f"device {one.rank}")
+        assert row[2] == f"{one.size} ({100 * one.share:.0f} %)"
+        assert float(row[3]) == pytest.approx(one.rate, rel=1e-3)
+        assert float(row[4].removesuffix(" ms")) == pytest.approx(one.compute * 1e3, rel=1e-3)
+        assert row[6] == "1.0 GB"
+
+
+def test_the_lines_say_what_was_decided_and_why():
+    text = summary_of(a_run()).text()
+    assert "ms with even sizes at first" in text
+    assert "1 changes of the plan" in text
+    assert "optimum of the time model" in text
+    assert "the split stays: optimum: runs already" in text
+    assert "1 straggler, 0.1 s lost; most by rank 1 (data)" in text
+    assert re.search(r"newest measured change: step [\d.]+ -> [\d.]+ ms at epoch 0 step 20", text)
+
+
+def test_a_run_that_failed_says_so():
+    run = a_run()
+    failed = replace(run, end=EndRecord(1.0, 0, 3, 3, "RuntimeError: boom"))
+    assert summary_of(failed).lines[-1] == "ended early: RuntimeError: boom"
+    assert "ended early" not in summary_of(run).text()
+
+
+def test_without_timed_steps_the_verdict_says_so():
+    assert "no step was timed" in summary_of(RunRecord.of([header()])).text()
+
+
+def test_many_workers_give_a_short_table():
+    nodes = [(0.001, 0.0, 0.002, 0.001 * i) for i in range(40)]
+    run = RunRecord.of([header(40), a_round(np.random.default_rng(0), (16,) * 40, nodes=nodes)])
+    summary = summary_of(run)
+    assert [row[0] for row in summary.rows] == [str(i) for i in range(40 - MAX_ROWS, 40)]
+    assert f"({40 - MAX_ROWS} workers more" in summary.lines[0]
+    assert all(len(line) < 400 for line in summary.text().splitlines())
+
+
+def test_bounds_and_long_names_fit_into_the_table():
+    record = a_round(np.random.default_rng(0), (16,), nodes=[(0.001, 0, 0.001, 0)], max_local=(20,))
+    run = RunRecord.of([replace(header(1), workers=(WorkerRecord("a", "x" * 99),)), record])
+    row = summary_of(run).rows[0]
+    assert row[1] == "x" * 28
+    assert row[6] == " (<= 20)"
+
+
+def test_columns_are_aligned():
+    lines = summary_of(a_run()).text().splitlines()
+    widths = {len(line) for line in lines[1:5]}
+    assert len(widths) == 1

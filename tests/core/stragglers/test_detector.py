@@ -1,0 +1,236 @@
+"""Stragglers are found in every phase, with the right rank, and none where nothing is wrong."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.policies.base import PlanContext
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner
+from lightning_hetero.core.stragglers.detector import LINK, NOBODY, StragglerDetector
+from lightning_hetero.core.stragglers.round_times import PHASES
+
+PER_SAMPLE = np.array([0.0, 0.001, 0.002, 0.0])
+FIXED = np.array([0.0005, 0.002, 0.002, 0.003])
+
+
+class Training:
+    """A training whose split follows its policy, with one fault from a step on; times are lognormal."""
+
+    def __init__(self, seed, *, fault=True, equal=False, planned=True):
+        draw = self.draw = np.random.default_rng(seed)
+        self.workers = n = int(draw.integers(2, 9))
+        self.total = int(draw.integers(8, 40)) * n
+        speed = np.ones(n) if equal else draw.uniform(1, 4, n)
+        self.base = draw.uniform(0.3, 3) * speed[:, None]
+        self.jitter, self.link = draw.uniform(0.005, 0.05), draw.uniform(0.001, 0.02)
+        self.sizes = np.full(n, self.total // n)
+        self.at = int(draw.integers(60, 200)) if fault else 10**9
+        self.rank, self.phase = int(draw.integers(n)), int(draw.integers(5))
+        self.factor = draw.uniform(1.3, 3)
+        self.planner = PerfModelPlanner() if planned else None
+        self.detector, self.step, self.events = StragglerDetector(n), 0, []
+
+    def busy(self):
+        return self.base * (PER_SAMPLE * self.sizes[:, None] + FIXED)
+
+    def rows(self, count):
+        """Rows of the next steps."""
+        for _ in range(count):
+            times = self.busy() * np.exp(self.jitter * self.draw.standard_normal((self.workers, 4)))
+            link = self.link * np.exp(self.jitter * self.draw.standard_normal())
+            if self.step >= self.at and self.phase < 4:
+                times[self.rank, self.phase] += (self.factor - 1) * self.busy()[self.rank].sum()
+            elif self.step >= self.at:
+                link += (self.factor - 1) * 0.2 * self.busy().sum(axis=1).max()
+            total = times.sum(axis=1)
+            step = total.max() + link
+            zeros = np.zeros(self.workers)
+            yield np.stack(
+                [
+                    *(self.sizes, times[:, 1], times[:, 2], 0.3 * times[:, 2], zeros, step - total),
+                    *(zeros + step, times[:, 0], times[:, 3], times[:, 2] + step - total),
+                ],
+                axis=1,
+            )
+            self.step += 1
+
+    def round(self):
+        count = int(self.draw.integers(5, 14))
+        seen = StepObservations.from_array(np.stack([*self.rows(count)]).astype(float))
+        self.events += [(self.step, one) for one in self.detector.observe(seen, count)]
+        if self.planner is not None:
+            context = PlanContext(self.total, tuple(map(str, range(self.workers))), (1,) * self.workers)
+            done = self.planner.decide(seen, BatchPlan(int(self.sizes.sum()), tuple(map(int, self.sizes))), context)
+            self.planner = done.planner
+            if done.proposal is not None:
+                self.sizes = np.array(done.proposal.plan.local_batch_sizes)
+
+    def run(self, steps=300):
+        while self.step < steps and (not self.events or self.step < self.at + 60):
+            self.round()
+        return self
+
+    @property
+    def truth(self):
+        return (self.rank, PHASES[self.phase]) if self.phase < 4 else (LINK, "link")
+
+
+def test_faults_in_every_phase_are_found_and_named():
+    """At least 99 of 100, as the right rank and phase, and not before they began."""
+    outcomes = Counter()
+    for seed in range(100):
+        training = Training(seed, equal=seed % 2 == 0).run()
+        if not training.events:
+            outcomes["missed"] += 1
+            continue
+        step, first = training.events[0]
+        outcomes["right" if (first.rank, first.phase) == training.truth else "wrong"] += 1
+        assert step > training.at
+        assert first.lost > 0
+    assert outcomes["right"] >= 99, outcomes
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_quiet_runs_have_no_straggler(equal):
+    for seed in range(20):
+        assert not Training(seed, fault=False, equal=equal).run().events, seed
+
+
+def steady(compute, *, sizes=8, link=0.001, steps=8, phase=1):
+    """Observations without jitter, in which workers take these times in one phase."""
+    compute = np.tile(np.asarray(compute, dtype=float), (steps, 1))
+    zeros, step = np.zeros_like(compute), compute.max(axis=1, keepdims=True) + link
+    sizes = zeros + sizes
+    fields = dict.fromkeys(("data", "forward", "backward", "optimizer"), zeros)
+    fields[PHASES[phase]] = compute
+    return StepObservations(
+        *(sizes, fields["forward"], fields["backward"], zeros, zeros, step - compute, zeros + step),
+        fields["data"],
+        fields["optimizer"],
+    )
+
+
+def watched(*rounds, steps=10):
+    detector, events = StragglerDetector(len(rounds[0].local_batch_sizes[0])), []
+    for one in rounds:
+        events.append([(e.rank, e.phase, e.relieved) for e in detector.observe(one, steps)])
+    return detector, events
+
+
+USUAL = steady((0.1, 0.1, 0.1))
+
+
+def test_a_worker_that_recovers_is_no_straggler_any_more():
+    slow = steady((0.1, 0.1, 0.2))
+    detector, events = watched(USUAL, USUAL, slow, slow, USUAL)
+    assert events == [[], [], [(2, "forward", "")], [], [(2, "forward", "recovered")]]
+    assert not detector.active
+    assert detector.worst == NOBODY
+
+
+def test_a_worker_whose_share_falls_is_relieved_by_the_split():
+    slow, after = steady((0.1, 0.1, 0.2)), steady((0.12, 0.12, 0.12), sizes=np.array([9, 9, 6]))
+    detector, events = watched(USUAL, USUAL, slow, after, after, after)
+    assert events == [[], [], [(2, "forward", "")], [(2, "forward", "split")], [], []]
+
+
+def test_what_it_costs_is_what_the_others_wait():
+    slow = steady((0.1, 0.15, 0.2))
+    detector, events = watched(steady((0.1, 0.15, 0.1)), steady((0.1, 0.15, 0.1)), slow)
+    (straggler,) = detector.active.values()
+    assert straggler.cost == pytest.approx(0.05)
+    assert straggler.excess == pytest.approx(0.1)
+    assert straggler.lost == pytest.approx(0.05 * 8)  # eight steps were timed, all of them slow
+    detector.observe(slow, 10)
+    assert straggler.lost == pytest.approx(0.05 * 18)
+    assert detector.lost == pytest.approx(straggler.lost)
+
+
+def test_a_slower_worker_that_nobody_waits_for_is_none():
+    _, events = watched(steady((0.2, 0.1)), steady((0.2, 0.1)), *[steady((0.2, 0.19))] * 4)
+    lasting = [event for round_ in events[2:] for event in round_]
+    assert not lasting
+
+
+def test_when_all_slow_down_none_is_to_blame():
+    _, events = watched(USUAL, USUAL, *[steady((0.2, 0.2, 0.2))] * 3)
+    assert not any(events)
+
+
+def test_two_stragglers_at_once_are_both_named():
+    slow = steady((0.1, 0.2, 0.3))
+    detector, events = watched(USUAL, USUAL, slow)
+    assert sorted(events[2]) == [(1, "forward", ""), (2, "forward", "")]
+    assert detector.worst == 2
+    assert detector.lost == pytest.approx(0.2 * 8)  # steps wait for the slower one
+
+
+def test_when_others_get_more_to_do_the_straggler_is_one_no_more():
+    more = steady((0.2, 0.2, 0.2), sizes=np.array([16, 16, 8]))
+    _, events = watched(USUAL, USUAL, steady((0.1, 0.1, 0.2)), more)
+    assert events[3] == [(2, "forward", "others")]
+
+
+@pytest.mark.parametrize("phase", range(4))
+def test_a_worker_that_was_slower_from_the_start_is_named_after_three_rounds(phase):
+    slow = steady((0.1, 0.12, 0.3), phase=phase)
+    detector, events = watched(*[slow] * 5)
+    assert events == [[], [], [(2, PHASES[phase], "")], [], []]
+    assert detector.active[2].lasting
+    assert detector.active[2].cost == pytest.approx(0.18)
+
+
+def test_a_lasting_straggler_that_is_relieved_ends():
+    slow = steady((0.1, 0.1, 0.3))
+    _, events = watched(slow, slow, slow, steady((0.13, 0.13, 0.13), sizes=np.array([10, 10, 4])))
+    assert events[3] == [(2, "forward", "split")]
+
+
+def test_changes_of_the_split_restart_the_count_of_lasting_stragglers():
+    rounds = [steady((0.1, 0.1, 0.3), sizes=np.array([8 + i, 8, 8 - i])) for i in range(6)]
+    _, events = watched(*rounds)
+    assert not any(events)
+
+
+def test_a_slower_link_is_named_and_its_recovery():
+    usual, slow = steady((0.1, 0.1), link=0.01), steady((0.1, 0.1), link=0.06)
+    detector, events = watched(usual, usual, slow, slow, usual)
+    assert events == [[], [], [(LINK, "link", "")], [], [(LINK, "link", "recovered")]]
+    assert detector.lost == pytest.approx(0.05 * (8 + 10))
+
+
+def test_a_faster_worker_is_no_event():
+    _, events = watched(USUAL, USUAL, *[steady((0.1, 0.1, 0.05))] * 3)
+    assert not any(events)
+
+
+def test_few_steps_are_not_judged():
+    detector = StragglerDetector(3)
+    for _ in range(3):
+        assert detector.observe(steady((0.1, 0.1, 0.3), steps=3), 3) == []
+    assert not detector.active
+
+
+def test_one_worker_makes_nobody_wait():
+    assert StragglerDetector(1).observe(steady((0.1,)), 8) == []
+
+
+def test_no_steps_are_no_event():
+    assert StragglerDetector(2).observe(StepObservations.empty(2), 0) == []
+
+
+def test_a_fault_in_the_last_steps_of_a_round_is_found_in_the_next():
+    """The round in which it begins must not teach that it is usual."""
+    usual, slow = steady((0.1, 0.1)), steady((0.1, 0.2))
+    mixed = StepObservations.from_array(
+        np.concatenate([_table(usual)[:5], _table(slow)[:3]]),
+    )
+    _, events = watched(*[usual] * 8, mixed, slow)
+    assert (1, "forward", "") in events[8] + events[9]
+
+
+def _table(seen):
+    return np.stack([getattr(seen, name) for name in StepObservations.FIELDS], axis=2)

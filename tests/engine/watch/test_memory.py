@@ -1,0 +1,23 @@
+"""Each rank tells the others the most memory that it has used."""
+
+import numpy as np
+import torch
+
+from lightning_hetero.engine.watch.memory import MemoryUse
+
+
+def test_a_cpu_worker_tells_the_memory_of_its_process():
+    use = MemoryUse(torch.device("cpu"))
+    (own,) = use.pack()
+    assert 1e7 < own < 1e13
+    keep = torch.ones(20_000_000)
+    assert use.pack()[0] >= own
+    del keep
+    assert use.everyone == ()
+    use.unpack(np.array([[own], [2e9]]), None)
+    assert use.everyone == (own, 2e9)
+
+
+def test_a_gpu_worker_tells_the_memory_of_its_tensors(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 123)
+    assert MemoryUse(torch.device("cuda", 0)).pack().tolist() == [123.0]

@@ -1,0 +1,127 @@
+"""Records of rounds are medians of what was measured, and recording has a bounded share of the time."""
+
+import math
+
+import numpy as np
+import pytest
+
+from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
+from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.report.records import RoundRecord
+from lightning_hetero.core.stragglers.detector import Straggler
+from lightning_hetero.engine.watch.gains import Gain
+from lightning_hetero.engine.watch.recorder import MAX_SHARE, SAMPLED_WORKERS, Recorder, times_of
+from tests.recorded import header
+
+
+class Clock:
+    """A clock that is moved by hand."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def seen(steps=8, workers=2, buckets=2, seed=0, size=8.0):
+    values = np.random.default_rng(seed).uniform(0.01, 0.1, (steps, workers, 9 + buckets))
+    values[:, :, 0] = size
+    return StepObservations.from_array(values)
+
+
+PLAN = BatchPlan(16, (8, 8))
+
+
+def test_a_round_has_the_medians():
+    values = seen()
+    found = times_of(values, (8, 8))
+    assert found["timed"] == 8
+    assert found["step_time"] == pytest.approx(np.median(values.step_time))
+    names = {"data": "data_wait", "forward": "forward", "backward": "backward", "optimizer": "optimizer"}
+    for name, field in names.items():
+        assert found[name] == pytest.approx(np.median(getattr(values, field), axis=0))
+    assert found["sync"] == pytest.approx(np.median(values.overlapped_sync + values.last_sync, axis=0))
+    deviation = np.median(np.abs(values.compute - np.median(values.compute, axis=0)), axis=0)
+    assert found["jitter"] == pytest.approx(1.4826 * deviation / np.median(values.compute, axis=0))
+
+
+def test_only_steps_of_the_split_count():
+    values = seen()
+    values.local_batch_sizes[:5] = 7.0
+    assert times_of(values, (8, 8))["timed"] == 3
+    assert times_of(values, (9, 7)) == {}
+
+
+def test_steps_are_sampled_in_full():
+    values = seen()
+    sample = np.array(times_of(values, (8, 8))["sample"])
+    assert sample.shape == (2, 2, len(RoundRecord.SAMPLED) + 2)
+    assert sample[-1, 1, :9] == pytest.approx([getattr(values, name)[-1, 1] for name in StepObservations.FIELDS])
+    assert sample[-1, :, 9:] == pytest.approx(values.bucket_ends[-1])
+    many = seen(workers=SAMPLED_WORKERS + 1)
+    assert times_of(many, (8,) * (SAMPLED_WORKERS + 1))["sample"] == ()
+
+
+def test_unknown_step_times_are_not_a_number():
+    values = seen()
+    values.step_time[:] = math.nan
+    assert math.isnan(times_of(values, (8, 8))["step_time"])
+
+
+def test_records_are_in_their_order():
+    clock = Clock()
+    recorder = Recorder(2, clock, clock)
+    recorder.describe(header(2))
+    recorder.describe(header(3))  # a second fit of the same run goes on
+    clock.now = 2.0
+    recorder.change(PlanEntry(0, 4, BatchPlan(16, (10, 6), step_time=0.2), "faster"))
+    recorder.round(seen(), PLAN, (0, 3), 8, 1, predicted=0.3, kept="why")
+    recorder.gain(Gain(PlanEntry(0, 4, PLAN, "faster"), 0.3, 0.2))
+    recorder.straggler(Straggler(1, "data", 0, 0.1, 0.1), (0, 5))
+    recorder.straggler(Straggler(1, "data", 0, 0.0, 0.1, lost=2.0, relieved="split"), (0, 9))
+    recorder.end((0, 10), 11, "finished", (1.0, 2.0))
+    run = recorder.run
+    assert run.workers == 2
+    (one,) = run.rounds
+    assert (one.time, one.step, one.count, one.sizes, one.predicted, one.kept) == (2.0, 3, 8, (8, 8), 0.3, "why")
+    assert run.changes[0].sizes == (10, 6)
+    assert run.changes[0].predicted == 0.2
+    assert (run.gains[0].before, run.gains[0].after) == (0.3, 0.2)
+    assert [(s.event, s.step, s.relieved) for s in run.stragglers] == [("begin", 5, ""), ("end", 9, "split")]
+    assert (run.end.steps, run.end.memory) == (11, (1.0, 2.0))
+    assert recorder.newest is one
+
+
+def test_nothing_is_recorded_before_the_run_is_described():
+    recorder = Recorder(2)
+    recorder.round(seen(), PLAN, (0, 3), 8, 1)
+    recorder.change(PlanEntry(0, 4, PLAN, "faster"))
+    recorder.end((0, 1), 2, "finished", ())
+    assert recorder.run is None
+
+
+def test_recording_takes_its_share_of_the_time_and_no_more():
+    """Each round takes 50 ms of work; after 100 s only so many were recorded as fit into the share, and one more."""
+    clock, work = Clock(), Clock()
+
+    class Slow(Recorder):
+        @property
+        def may(self):
+            allowed = super().may
+            work.now += 0.05 if allowed else 0.0
+            self.spent += 0.05 if allowed else 0.0
+            return allowed
+
+    recorder = Slow(2, clock, work)
+    recorder.describe(header(2))
+    for i in range(1000):
+        clock.now = 0.1 * i
+        recorder.round(seen(), PLAN, (0, i), 1, 1)
+    assert recorder.spent <= MAX_SHARE * 100 + 0.05
+    assert len(recorder.run.rounds) == pytest.approx(MAX_SHARE * 100 / 0.05, abs=1)
+    assert sum(one.count for one in recorder.run.rounds) == recorder.run.rounds[-1].step + 1
+    recorder.end((0, 1000), 1000, "finished", ())
+    assert recorder.run.end.dropped == 1000 - len(recorder.run.rounds)
+    assert recorder.run.rounds[-1].step == 999, "the run ends with its newest round"
+    assert sum(one.count for one in recorder.run.rounds) == 1000

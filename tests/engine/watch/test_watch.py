@@ -1,0 +1,132 @@
+"""The watch over a run: the same metrics on all ranks, the record and the log on rank 0."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_hetero.comm.agreement.round_result import RoundResult
+from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
+from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.policies.base import PlanContext
+from lightning_hetero.core.stragglers.detector import NOBODY
+from lightning_hetero.engine.watch.watch import RunWatch
+from tests.recorded import header
+
+CPU = torch.device("cpu")
+CONTEXT = PlanContext(24, ("a", "b", "c"), (1, 1, 1))
+EVEN, UNEVEN = BatchPlan(24, (8, 8, 8)), BatchPlan(24, (9, 9, 6), step_time=0.2)
+
+
+def seen(backward, plan=EVEN, steps=8, link=0.01):
+    backward = np.tile(np.asarray(backward, dtype=float), (steps, 1))
+    sizes, zeros = np.tile(np.asarray(plan.local_batch_sizes, dtype=float), (steps, 1)), np.zeros_like(backward)
+    step = backward.max(axis=1, keepdims=True) + link
+    return StepObservations(sizes, zeros, backward, zeros, zeros, step - backward, zeros + step)
+
+
+class Run:
+    """One rank of a run that is watched."""
+
+    def __init__(self, rank=0, records=True):
+        self.watch, self.steps = RunWatch(rank, 3, CPU, records=records), 0
+        self.watch.describe(header(3), None)
+
+    def round(self, observations, plan=EVEN, entry=None, even=None, **more):
+        self.steps += 8
+        even = self.watch.even_step(None, observations, plan, CONTEXT) if even is None else even
+        done = RoundResult(None, observations, entry, None, even=even, kept=more.pop("kept", None))
+        self.watch.observe(done, plan, (0, self.steps), self.steps, 1, **more)
+
+
+def test_a_round_is_recorded_with_what_is_known():
+    run = Run()
+    run.round(seen((0.08, 0.08, 0.24)), kept="why", density=0.5)
+    (one,) = run.watch.run.rounds
+    assert (one.step, one.count, one.sizes, one.kept, one.density) == (8, 8, (8, 8, 8), "why", 0.5)
+    assert len(one.nodes) == 3
+    assert one.predicted == pytest.approx(0.25, rel=0.1)
+    assert one.even == pytest.approx(0.25, rel=0.1)
+    assert run.watch.newest is one
+
+
+def test_what_the_policy_predicts_is_kept():
+    run = Run()
+    values = seen((0.08, 0.08, 0.24))
+    done = RoundResult(None, values, None, 0.123, error=0.001, even=0.3)
+    run.watch.observe(done, EVEN, (0, 8), 8, 1)
+    one = run.watch.newest
+    assert (one.predicted, one.error, one.even) == (0.123, 0.001, 0.3)
+
+
+def test_a_change_is_recorded_measured_and_logged(caplog):
+    caplog.set_level("INFO", logger="lightning_hetero")
+    run, entry = Run(), PlanEntry(0, 9, UNEVEN, "faster")
+    run.round(seen((0.1, 0.1, 0.24)), entry=entry)
+    run.round(seen((0.12, 0.12, 0.15), UNEVEN), UNEVEN)
+    assert run.watch.run.changes[0].reason == "faster"
+    (gain,) = run.watch.run.gains
+    assert (gain.before, gain.after, gain.predicted) == (pytest.approx(0.25), pytest.approx(0.16), 0.2)
+    assert "the change of the split at epoch 0 step 9: step 250 -> 160 ms measured (predicted 200 ms)" in caplog.text
+
+
+def test_a_straggler_is_logged_once_and_recorded(caplog):
+    caplog.set_level("INFO", logger="lightning_hetero")
+    run = Run()
+    for times in ((0.1, 0.1, 0.1),) * 2 + ((0.1, 0.1, 0.2),) * 3 + ((0.1, 0.1, 0.1),):
+        run.round(seen(times))
+    begin, end = run.watch.run.stragglers
+    assert (begin.event, begin.rank, begin.phase, begin.step) == ("begin", 2, "backward", 17)
+    assert (end.event, end.relieved, end.step) == ("end", "recovered", 48)
+    assert end.lost == pytest.approx(0.1 * 24)
+    lines = [line for line in caplog.messages if "rank 2" in line]
+    assert len(lines) == 2
+    assert "rank 2 (device 2) makes all others wait since epoch 0 step 17" in lines[0]
+
+
+def test_all_ranks_have_the_same_metrics_and_one_records():
+    first, other = Run(0), Run(1)
+    for times in ((0.1, 0.1, 0.1),) * 2 + ((0.1, 0.1, 0.2),) * 2:
+        for run in (first, other):
+            run.round(seen(times), even=0.4)
+    assert first.watch.metrics() == other.watch.metrics()
+    assert first.watch.metrics()["hetero/straggler"] == 2.0
+    assert first.watch.metrics()["hetero/lost_seconds"] == pytest.approx(1.6)
+    assert first.watch.metrics()["hetero/speed_up"] == 1.0
+    assert other.watch.run is other.watch.newest is other.watch.path is None
+    assert math.isnan(other.watch.even_step(None, seen((1, 1, 1)), EVEN, CONTEXT))
+
+
+def test_the_speed_over_equal_sizes_is_predicted_over_measured():
+    run = Run()
+    run.round(seen((0.12, 0.12, 0.15), UNEVEN), UNEVEN, even=0.32)
+    assert run.watch.speed_up == pytest.approx(0.32 / 0.16)
+    run.round(seen((0.12, 0.12, 0.15), UNEVEN), UNEVEN, even=math.nan)
+    assert "hetero/speed_up" not in run.watch.metrics()
+
+
+def test_before_anything_there_is_no_straggler():
+    assert Run().watch.metrics() == {"hetero/straggler": float(NOBODY), "hetero/lost_seconds": 0.0}
+
+
+def test_a_run_ends_once():
+    run = Run()
+    for times in ((0.1, 0.1, 0.1),) * 2 + ((0.1, 0.1, 0.2),):
+        run.round(seen(times))
+    run.watch.memory.everyone = (1.0, 2.0, 3.0)
+    record = run.watch.finish("RuntimeError: boom")
+    assert (record.end.status, record.end.memory, record.end.steps) == ("RuntimeError: boom", (1.0, 2.0, 3.0), 24)
+    assert record.stragglers[-1].relieved == "run ended"
+    assert run.watch.finish() is None
+
+
+def test_nothing_is_recorded_if_nobody_wants_it():
+    run = Run(records=False)
+    run.round(seen((0.1, 0.1, 0.2)))
+    assert run.watch.run is None
+    assert run.watch.finish() is None
+
+
+def test_one_worker_is_not_watched():
+    assert RunWatch(0, 1, CPU).recorder is None

@@ -1,0 +1,73 @@
+"""The summary is logged once, when the run ends, with rich's table on a terminal that shows one."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from lightning_hetero.engine.watch.recorder import Recorder
+from lightning_hetero.frontend.report import finish
+from lightning_hetero.frontend.report.finish import finish_report
+from tests.recorded import a_run
+
+
+class Watch:
+    """A watch whose run has ended."""
+
+    def __init__(self, run, path=None):
+        self.run, self.path, self.status = run, path, None
+
+    def finish(self, status):
+        run, self.run, self.status = self.run, None, status
+        return run
+
+
+def ended(run, caplog, error=None, path=None):
+    engine = SimpleNamespace(rounds=SimpleNamespace(watch=Watch(run, path)))
+    with caplog.at_level("INFO", logger="lightning_hetero"):
+        finish_report(engine, error)
+        finish_report(engine, error)
+    return engine.rounds.watch, caplog.messages
+
+
+def test_the_summary_is_logged_once(caplog, tmp_path):
+    _, messages = ended(a_run(), caplog, path=tmp_path / "hetero_run.jsonl")
+    (message,) = messages
+    assert "x over even sizes" in message
+    assert f"record: {tmp_path / 'hetero_run.jsonl'} (lightning-hetero report {tmp_path})" in message
+
+
+def test_an_error_is_named_by_its_first_line(caplog):
+    watch, _ = ended(None, caplog, RuntimeError("boom\nand much more"))
+    assert watch.status == "RuntimeError: boom"
+
+
+def test_a_run_without_rounds_says_nothing(caplog):
+    run = a_run()
+    empty = type(run)(run.header)
+    _, messages = ended(empty, caplog)
+    assert messages == []
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_gets_a_table_that_fits(caplog, monkeypatch, terminal):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr(finish.shutil, "get_terminal_size", lambda: SimpleNamespace(columns=90))
+    _, (message,) = ended(a_run(), caplog)
+    assert ("━" in message) == terminal
+    assert "device 2" in message
+    assert "samples/s" in message
+    if terminal:
+        assert max(map(len, message.partition("step:")[0].splitlines())) <= 90
+
+
+def test_without_rich_the_text_is_plain(caplog, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    _, (message,) = ended(a_run(), caplog)
+    assert "━" not in message
+    assert "device 2" in message
+
+
+def test_a_recorder_can_be_ended_without_any_record():
+    assert Recorder(2).run is None

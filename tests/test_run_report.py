@@ -1,0 +1,308 @@
+"""A run records itself under every front end, names its stragglers, and ends with a summary."""
+
+import csv
+import os
+import signal
+import time
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
+from lightning_hetero import HeteroDDPStrategy
+from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
+from lightning_hetero.comm.collectives import async_ops as sums
+from lightning_hetero.core.report.analysis import RunFigures
+from lightning_hetero.core.report.run_record import RunRecord
+from lightning_hetero.simulate import DeviceProfile, EmulatedDeviceCallback
+from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as HeteroDDPFabric
+from tests.helpers import Points, Regressor, collected, fit, run_ranks, trainer_of
+
+FAST = DeviceProfile(q=0.0002, s=0.002, k=0.0004, m=0.002, name="fast")
+SLOW = DeviceProfile(q=0.0006, s=0.006, k=0.0012, m=0.006, name="slow")
+
+
+def read(folder):
+    (path,) = Path(folder).rglob("hetero_run.jsonl")
+    with open(path, encoding="utf-8") as file:
+        return RunRecord.from_lines(file)
+
+
+# under the Trainer
+
+
+def _emulated(rank, folder):
+    said = collected()
+    logger, model = CSVLogger(folder), Regressor()
+    monitor = ModelCheckpoint(monitor="hetero/step_time", save_top_k=1, filename="best", every_n_epochs=1)
+    stop = EarlyStopping(monitor="hetero/idle_fraction", patience=9, check_on_train_epoch_end=True)
+    trainer = trainer_of(
+        HeteroDDPStrategy(replan=8),
+        2,
+        max_epochs=2,
+        logger=logger,
+        log_every_n_steps=4,
+        enable_checkpointing=True,
+        callbacks=[EmulatedDeviceCallback([FAST, SLOW]), monitor, stop],
+    )
+    trainer.fit(model, DataLoader(Points(32 * 40), 16, shuffle=True))
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return said, metrics, monitor.best_model_score, logger.log_dir
+
+
+@pytest.mark.alone
+def test_a_trainer_records_the_run_and_says_what_was_gained(tmp_path):
+    (said, metrics, best, folder), (other, others, _, _) = run_ranks(_emulated, 2, str(tmp_path))
+    run, (summary,) = read(tmp_path), [line for line in said if "over even sizes" in line]
+    figures = RunFigures(run)
+    # the record
+    assert run.header.front_end == "Trainer"
+    assert run.header.policy == "perf_model"
+    assert [worker.device for worker in run.header.workers] == ["fast (emulated)", "slow (emulated)"]
+    assert run.end.status == "finished"
+    assert sum(one.count for one in run.rounds) <= 80
+    assert figures.last[-1].sizes[0] > figures.last[-1].sizes[1]
+    assert figures.speed_up > 1.2
+    assert run.changes[0].reason == "equal sizes" or run.changes[0].sizes != (16, 16)
+    assert run.gains[0].after < run.gains[0].before
+    # the log
+    assert f"{figures.speed_up:.2f}x over even sizes" in summary
+    assert f"lightning-hetero report {folder}" in summary
+    assert any("measured (predicted" in line for line in said)
+    assert not [line for line in other if "over even sizes" in line or "measured" in line]
+    # the metrics
+    assert {"hetero/step_time", "hetero/straggler", "hetero/lost_seconds", "hetero/speed_up"} <= set(metrics)
+    assert set(metrics) == set(others)
+    assert best is not None
+    with open(Path(folder) / "metrics.csv", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row.get("hetero/step_time")]
+    assert {row["epoch"] for row in rows} <= {"0", "1", "0.0", "1.0"}
+    assert all(row["epoch"] for row in rows)
+
+
+def _without(rank, folder, report):
+    said = collected()
+    fit(rank, {"replan": 4, "report": report}, 2, 4, dataset=Points(80), logger=CSVLogger(folder), log_every_n_steps=1)
+    return said
+
+
+@pytest.mark.parametrize("where", ["off", "mine", "no logger"])
+def test_where_the_record_is_written(tmp_path, where):
+    if where == "off":
+        said, _ = run_ranks(_without, 2, str(tmp_path), False)
+        assert not list(tmp_path.rglob("hetero_run.jsonl"))
+        assert not [line for line in said if "idle; limited by" in line]
+    elif where == "mine":
+        said, _ = run_ranks(_without, 2, str(tmp_path / "logs"), str(tmp_path / "mine"))
+        assert read(tmp_path / "mine").end is not None
+        assert [line for line in said if "idle; limited by" in line]
+    else:
+        said = run_ranks(_quiet, 2)[0]
+        (summary,) = [line for line in said if "idle; limited by" in line]
+        assert "record:" not in summary
+
+
+def _quiet(rank):
+    said = collected()
+    fit(rank, {"replan": 4}, 2, 4, dataset=Points(80))
+    return said
+
+
+class Fails(Regressor):
+    """Raises, is told to end, or is killed in the middle of an epoch."""
+
+    def __init__(self, how, step=25):
+        super().__init__()
+        self.how, self.at = how, step
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == self.at and self.how == "raise":
+            raise ArithmeticError("boom\nsecond line")
+        if batch_idx == self.at and self.how == "kill" and self.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if batch_idx == self.at and self.how == "kill 0" and self.global_rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+
+
+def _fails(rank, folder, how):
+    fit(rank, {"replan": 4}, 2, 4, model=Fails(how), dataset=Points(400), logger=CSVLogger(folder))
+
+
+@pytest.mark.parametrize("how", ["raise", "kill", "kill 0"])
+def test_what_was_recorded_before_a_failure_can_be_read(tmp_path, how):
+    run_ranks(_fails, 2, str(tmp_path), how, expect_errors=True)
+    run = read(tmp_path)
+    assert len(run.rounds) >= 3
+    assert run.damaged == 0
+    if how == "raise":
+        assert run.end.status == "ArithmeticError: boom"
+    elif how == "kill 0":
+        assert run.end is None
+
+
+# faults in each phase
+
+STEPS, PAUSE = 40, 0.03  # steps of each fault and between two of them, seconds that it takes
+
+
+class Sleeps(Points):
+    """A dataset that takes its time for a while."""
+
+    def __init__(self, n, late):
+        super().__init__(n)
+        self.late = late
+
+    def __getitem__(self, i):
+        if self.late():
+            time.sleep(PAUSE / 4)
+        return super().__getitem__(i)
+
+
+class Faulty(Regressor):
+    """Sleeps in one phase of one rank at a time: data, forward, backward, optimizer, and the link at last."""
+
+    FAULTS = (("data", 1), ("forward", 0), ("backward", 1), ("optimizer", 0), ("link", -1))
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def on_train_start(self):
+        self.net[0].weight.register_hook(self._pause("backward"))
+        start, pause = sums.async_all_reduce, self._pause("link", everywhere=True)
+        sums.async_all_reduce = lambda buffer, group=None: (pause(None), start(buffer, group))[1]
+
+    def fault(self):
+        """Phase and rank of the running step's fault."""
+        number, odd = divmod(self.count // STEPS, 2)
+        return self.FAULTS[number] if odd and number < len(self.FAULTS) else ("none", -2)
+
+    def _pause(self, phase, everywhere=False):
+        def pause(gradient):
+            if self.fault() == (phase, -1 if everywhere else self.global_rank):
+                time.sleep(PAUSE)
+            return gradient
+
+        return pause
+
+    def training_step(self, batch, batch_idx):
+        self._pause("forward")(None)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.count += 1
+
+
+class LateOptimizer(torch.optim.SGD):
+    """Sleeps after its closure."""
+
+    pause = None
+
+    def step(self, closure=None):
+        loss = closure()
+        self.pause(None)
+        super().step()
+        return loss
+
+
+def _faulty(rank, folder):
+    model = Faulty()
+
+    def late():
+        return model.fault() == ("data", rank)
+
+    def optimizers():
+        optimizer = LateOptimizer(model.parameters(), lr=0.01)
+        optimizer.pause = model._pause("optimizer")
+        return optimizer
+
+    model.configure_optimizers = optimizers
+    said, steps = collected(), (2 * len(model.FAULTS) + 1) * STEPS
+    fit(
+        rank,
+        {"replan": 10, "policy": "static"},
+        2,
+        4,
+        model=model,
+        dataset=Sleeps(8 * steps, late),
+        logger=CSVLogger(folder),
+        callbacks=[EmulatedDeviceCallback(FAST)],
+        max_epochs=1,
+    )
+    return said
+
+
+@pytest.mark.alone
+def test_injected_faults_are_named_with_their_phase_and_end(tmp_path):
+    said, other = run_ranks(_faulty, 2, str(tmp_path))
+    records = read(tmp_path).stragglers
+    for number, (phase, rank) in enumerate(Faulty.FAULTS):
+        first = (2 * number + 1) * STEPS
+        begins = [one for one in records if one.event == "begin" and first - 5 <= one.step <= first + 15]
+        assert [(one.phase, one.rank) for one in begins] == [(phase, rank)], (phase, records)
+        assert begins[0].cost == pytest.approx(PAUSE, rel=0.5)
+        ends = [one for one in records if one.event == "end" and (one.phase, one.rank) == (phase, rank)]
+        assert {one.relieved for one in ends} == {"recovered"}
+        assert max(one.lost for one in ends) == pytest.approx(PAUSE * STEPS, rel=0.6)
+    lines = [line for line in said if "makes all others wait" in line or "the link is slower" in line]
+    assert len(lines) == len([one for one in records if one.event == "begin"])
+    assert not [line for line in other if "wait" in line]
+
+
+# other front ends
+
+
+def _fabric(rank, folder):
+    said = collected()
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=HeteroDDPFabric(replan=4, report=folder))
+    fabric.launch()
+    model, optimizer = _module(), None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = fabric.setup(model, optimizer)
+    loader = fabric.setup_dataloaders(DataLoader(Points(160, dtype=torch.float32), 4, shuffle=True))
+    for x, y, _ in loader:
+        optimizer.zero_grad()
+        fabric.backward(torch.nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+    fabric.strategy.teardown()
+    return said
+
+
+def _module():
+    torch.manual_seed(0)
+    return torch.nn.Linear(5, 1)
+
+
+def _accelerate(rank, folder):
+    from accelerate.utils import ProjectConfiguration
+
+    said = collected()
+    config = ProjectConfiguration(project_dir=folder, logging_dir=folder)
+    accelerator = HeteroAccelerator(cpu=True, project_config=config, hetero_plugin=HeteroPlugin(replan=4))
+    model = _module()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(Points(160, dtype=torch.float32), 4, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x, y, _ in loader:
+        optimizer.zero_grad()
+        accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+    accelerator.end_training()
+    return said
+
+
+@pytest.mark.parametrize(("run", "front_end"), [(_fabric, "Fabric"), (_accelerate, "Accelerate")])
+def test_every_front_end_records_the_run(tmp_path, run, front_end):
+    said, other = run_ranks(run, 2, str(tmp_path))
+    record = read(tmp_path)
+    assert record.header.front_end == front_end
+    assert record.end.status == "finished"
+    assert len(record.rounds) >= 3
+    assert record.header.settings["replan"] == "4"
+    assert len([line for line in said if "idle; limited by" in line]) == 1
+    assert not [line for line in other if "idle; limited by" in line]
