@@ -53,6 +53,7 @@ ROLES = {
     "core.batching": "split and total",
     "core.checkpoint_state": "states",
     "core.compression": "density",
+    "core.keywords": "misspelt names",
     "core.link": "bandwidth, staleness",
     "core.merging": "merge rules",
     "core.metrics": "names of metrics",

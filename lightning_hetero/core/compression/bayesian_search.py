@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.validation import check_int, check_number
 
 __all__ = ["ConvergenceSurrogate", "ProfilePenalty", "expected_improvement", "profile_convergence"]
@@ -44,6 +45,7 @@ class _SearchSettings:
 _SEARCH = _SearchSettings()
 
 
+@checked_keywords
 class ConvergenceSurrogate:
     """Gaussian process over a profile: extra loss and its uncertainty at any compression rate and total batch.
 
@@ -157,6 +159,7 @@ def expected_improvement(mean: Array, deviation: Array, best: float) -> Array:
     return improvement
 
 
+@checked_keywords
 def profile_convergence(
     probe: Callable[[float, int, int], float],
     *,

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from lightning_hetero.core.batching.integer_split import even_sizes
 from lightning_hetero.core.batching.optperf import solve_optperf
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.timing.step_time import ClusterTimeModel
 from lightning_hetero.simulate.planning.answer import Epoch, LinkAnswer, PlanAnswer, WorkerAnswer
 from lightning_hetero.simulate.planning.cluster import Cluster
@@ -35,6 +36,7 @@ LINK_SHARE = 0.95
 """Share of the speed with an infinite link at which a link counts as fast enough."""
 
 
+@checked_keywords
 def plan_cluster(cluster: Cluster, total_batch_size: int | None = None, samples: int | None = None) -> PlanAnswer:
     """Return the figures of the best plan for a cluster.
 
