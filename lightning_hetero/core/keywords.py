@@ -21,7 +21,7 @@ def closest(name: object, allowed: Iterable[str], *, prefix: str = "") -> str:
     """Return a sentence with the nearest of the allowed names, empty if none is near.
 
     Args:
-        name: as it was given; capitals, spaces, hyphens and underscores do not count.
+        name: as it was given; capitals, spaces, quotes, hyphens and underscores do not count.
         allowed: names that exist.
         prefix: what all names begin with, the given one as well, so that it makes none of them near.
 
@@ -38,7 +38,7 @@ def closest(name: object, allowed: Iterable[str], *, prefix: str = "") -> str:
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[\s_-]+", "", name).lower()
+    return re.sub(r"[\s'_-]+", "", name).lower()
 
 
 def check_names(

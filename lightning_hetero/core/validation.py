@@ -134,8 +134,7 @@ def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> Any:
         'mean'
     """
     if value not in allowed:
-        names = [each for each in allowed if isinstance(each, str)] if isinstance(value, str) else []
-        meant = closest(value, names)
+        meant = closest(repr(value), [repr(each) for each in allowed if isinstance(each, str)])
         listed = ", ".join(map(repr, allowed))
         raise ValueError(f"{name}={value!r} is unknown{f'.{meant} A' if meant else '; a'}llowed are {listed}.")
     return value

@@ -210,7 +210,7 @@ def test_a_long_list_is_not_printed_beside_a_suggestion():
 
 def test_a_misspelt_value_is_refused_with_the_one_that_was_meant():
     with pytest.raises(
-        ValueError, match=r"policy='perfmodl' is unknown. Did you mean perf_model\? Allowed are 'perf_m"
+        ValueError, match=r"policy='perfmodl' is unknown. Did you mean 'perf_model'\? Allowed are 'perf_"
     ):
         lightning_hetero.HeteroDDPStrategy(policy="perfmodl")
     with pytest.raises(ValueError, match="policy='best' is unknown; allowed are 'perf_model', "):
