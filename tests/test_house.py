@@ -35,7 +35,7 @@ SUB_LAYERS = {
         "policies",
         *("batching", "compression", "merging"),
         *("timing", "noise", "link"),
-        *("observations", "checkpoint_state", "no_effect", "paper_index", "validation", "keywords"),
+        *("observations", "checkpoint_state", "no_effect", "paper_index", "validation", "keywords", "normal"),
     ),
     "comm": (
         *("staleness", "compressors"),

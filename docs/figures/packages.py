@@ -59,6 +59,7 @@ ROLES = {
     "core.metrics": "names of metrics",
     "core.no_effect": "unused settings",
     "core.noise": "gradient noise scale",
+    "core.normal": "normal distribution",
     "core.observations": "measured steps",
     "core.paper_index": "equations",
     "core.policies": "decisions",

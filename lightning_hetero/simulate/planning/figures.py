@@ -13,6 +13,7 @@ import numpy.typing as npt
 from lightning_hetero.core.batching.integer_split import even_sizes
 from lightning_hetero.core.batching.optperf import solve_optperf
 from lightning_hetero.core.keywords import checked_keywords
+from lightning_hetero.core.timing.expected_maximum import expected_maximum
 from lightning_hetero.core.timing.step_time import ClusterTimeModel
 from lightning_hetero.simulate.planning.answer import Epoch, LinkAnswer, PlanAnswer, WorkerAnswer
 from lightning_hetero.simulate.planning.cluster import Cluster
@@ -150,8 +151,6 @@ def expected_step(cluster: Cluster, model: ClusterTimeModel, sizes: npt.NDArray[
     finish = model.finish_times(b)
     if not deviation.any():
         return float(finish.max()), 0.0
-    from lightning_hetero.core.timing.expected_maximum import expected_maximum  # loads SciPy
-
     return expected_maximum(finish, deviation)
 
 
