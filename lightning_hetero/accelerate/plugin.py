@@ -205,9 +205,7 @@ def check_variables(environment: Mapping[str, str]) -> dict[str, str]:
         ValueError: if a variable with our prefix belongs to no setting, or the prefix itself is misspelt.
     """
     known = {PREFIX + name.upper(): name for name in NAMES}
-    given = {
-        name: text for name, text in environment.items() if name not in (CONFIG_FILE, SWITCH) and _ours(name, known)
-    }
+    given = {name: text for name, text in environment.items() if name != CONFIG_FILE and _ours(name, known)}
     for name in given:
         if name not in known:
             meant = closest(name, [*known, CONFIG_FILE], prefix=PREFIX if name.startswith(PREFIX) else "")
