@@ -22,6 +22,11 @@ def test_from_end_to_end():
     assert found[-4:].tolist() == [0.0, 1.0, 0.0, 1.0]
 
 
+def test_near_the_mean_all_digits_are_right():
+    z = np.linspace(-3.0, 3.0, 4001)
+    np.testing.assert_allclose(normal_cdf(z), norm.cdf(z), rtol=1e-13, atol=0.0)
+
+
 def test_what_is_given_is_left_as_it_is():
     z = np.array([-9.0, 0.5, 9.0])
     normal_cdf(z)
