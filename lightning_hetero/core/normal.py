@@ -23,6 +23,7 @@ DENOMINATOR = (
     *(8.83883476483184e-02, 1.75566716318264, 16.064177579207, 86.7807322029461),
     *(296.564248779674, 637.333633378831, 793.826512519948, 440.413735824752),
 )
+ROOT = math.sqrt(2.0 * math.pi)
 FAR = 5.0 * math.sqrt(2.0)
 """Deviations from which on a continued fraction takes its place."""
 
@@ -39,14 +40,18 @@ def normal_cdf(z: Array) -> Array:
     """
     size = np.abs(z)
     near = np.minimum(size, FAR)
-    tail = np.exp(-0.5 * near * near) * _horner(NUMERATOR, near) / _horner(DENOMINATOR, near)
+    above, below = np.zeros_like(near), np.full_like(near, DENOMINATOR[0])
+    for p, q in zip(NUMERATOR, DENOMINATOR[1:], strict=True):
+        above = above * near + p
+        below = below * near + q
+    tail = np.exp(-0.5 * near * near) * above / below
     far = size > FAR
     if far.any():
         x = np.minimum(size[far], 40.0)  # where the tail is 0 in double precision
         fraction = x + 0.65
         for step in (4.0, 3.0, 2.0, 1.0):
             fraction = x + step / fraction
-        tail[far] = normal_pdf(x) / fraction
+        tail[far] = np.exp(-0.5 * x * x) / (ROOT * fraction)
     return np.where(z > 0.0, 1.0 - tail, tail)
 
 
@@ -57,13 +62,5 @@ def normal_pdf(z: Array) -> Array:
         >>> normal_pdf(np.array([0.0, 1.0])).round(4).tolist()
         [0.3989, 0.242]
     """
-    density: Array = np.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
+    density: Array = np.exp(-0.5 * z * z) / ROOT
     return density
-
-
-def _horner(coefficients: tuple[float, ...], x: Array) -> Array:
-    value = coefficients[0] * x + coefficients[1]
-    for coefficient in coefficients[2:]:
-        value *= x
-        value += coefficient
-    return value

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from lightning_hetero.core.normal import normal_cdf, normal_pdf
+from lightning_hetero.core.normal import normal_cdf
 
 __all__ = ["expected_maximum", "larger_error"]
 
@@ -91,7 +91,7 @@ def larger_error(x: Array, x_error: Array, y: Array, y_error: Array, covariance:
     both = x_error**2 + y_error**2
     apart = np.sqrt(np.maximum(both - 2.0 * covariance, 1e-12 * both + 1e-300))
     z = np.clip((x - y) / apart, -30.0, 30.0)
-    share, density = normal_cdf(z), normal_pdf(z)
+    share, density = normal_cdf(z), np.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
     more = x - y  # moments about y keep all digits
     mean = more * share + apart * density
     square = (more**2 + x_error**2) * share + y_error**2 * (1.0 - share) + more * apart * density
