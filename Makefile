@@ -10,10 +10,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help venv demo test gpu lint bench docs map clean
+.PHONY: help venv demo test gpu lint dist bench docs map clean
 
 help:
-	@echo "make venv | demo | test | gpu | lint | bench (as root) | docs | map | clean"
+	@echo "make venv | demo | test | gpu | lint | dist | bench (as root) | docs | map | clean"
 
 venv: $(STAMP)
 
@@ -48,6 +48,11 @@ lint: venv
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
+
+# The source distribution, and the wheel that is built from it. Both are checked: what is in them, and how the wheel works
+# in an environment that has the required packages only. Needs no network.
+dist: venv
+	$(BIN)/python tests/distributions.py dist
 
 # Unequal workers are made by limiting the share of a core that a process gets, for which one must be root.
 bench: venv

@@ -109,7 +109,7 @@ TARGETS: tuple[Target, ...] = (
     Target("lightning.fabric.strategies", "STRATEGY_REGISTRY", _NO_FSDP_FABRIC, "hetero_fsdp", FSDP_ALIASES),
     Target("lightning_fabric.strategies", "STRATEGY_REGISTRY", _NO_FSDP_FABRIC, "hetero_fsdp", FSDP_ALIASES),
 )
-
+MODULES = frozenset(target.module for target in TARGETS)
 
 FLAG = "ACCELERATE_USE_HETERO"
 ACCELERATOR, TRAINER = "accelerate.accelerator", "transformers.trainer"
@@ -128,15 +128,15 @@ def boot() -> None:
             sys.meta_path.insert(0, _FINDER)
     except Exception:  # other finders compare themselves with ours, and the list may be no list; see boot()
         log.warning("The import hook that registers the hetero strategies was not installed.", exc_info=True)
-    for name in _awaited():
+    for name in (*MODULES, ACCELERATOR, TRAINER):
         module = sys.modules.get(name)
-        if module is not None:
+        if module is not None and _is_awaited(name):
             _enter_lazily(module)
 
 
-def _awaited() -> set[str]:
-    """Return the names of the modules after whose execution something is to be done."""
-    return {*(target.module for target in TARGETS), *((ACCELERATOR, TRAINER) if _flag_is_set() else ())}
+def _is_awaited(name: str) -> bool:
+    """Return whether something is to be done after the execution of a module; asked at every import of the process."""
+    return name in MODULES or (name in (ACCELERATOR, TRAINER) and _flag_is_set())
 
 
 def _flag_is_set() -> bool:
@@ -159,7 +159,7 @@ class RegistryFinder(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Find a registry's module with the other finders and hook its execution; ``None`` for any other module."""
-        if fullname not in _awaited():
+        if not _is_awaited(fullname):
             return None
         for finder in sys.meta_path:
             find = None if finder is self else getattr(finder, "find_spec", None)

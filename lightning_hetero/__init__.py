@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
     from lightning_hetero.strategies.lightning_elastic import HeteroElasticStrategy as HeteroElasticStrategy
     from lightning_hetero.strategies.lightning_fsdp import HeteroFSDPStrategy as HeteroFSDPStrategy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _EXPORTS = {
     "AdaptiveBatchCallback": "lightning_hetero.callbacks",

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_hetero.core.batching.lr_scaling import check_lr_scaling
 from lightning_hetero.core.compression.settings import Compressor, Feature, parse_compression
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.link.clusters import check_clusters, check_hierarchy
 from lightning_hetero.core.policies import DEFAULT, NAMED
 from lightning_hetero.core.validation import check_choice, check_int, check_number, check_sizes, check_totals
@@ -22,6 +23,7 @@ FOR_OWN_LOOPS = {
 """Settings for custom training loops, each with the callback that does the same under Lightning's Trainer."""
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class HeteroConfig:
     """Settings of :class:`~lightning_hetero.engine.HeteroEngine`, shared by all front ends.

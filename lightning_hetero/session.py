@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_hetero.comm.agreement.control_plane import let_threads_go
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.policies import DEFAULT, POLICIES
 from lightning_hetero.core.policies.base import Planner, check_planner, load_planner
 from lightning_hetero.engine import HeteroEngine
@@ -43,6 +44,7 @@ def planner_of(config: HeteroConfig) -> Planner | None:
     return None if config.fixes_split else POLICIES[config.policy or DEFAULT].factory()
 
 
+@checked_keywords
 class HeteroSession(TotalAccess):
     """Passes over the training data, one after another, each a sequence of steps under the engine's plan.
 

@@ -36,7 +36,7 @@ SUB_LAYERS = {
         "policies",
         *("batching", "compression", "merging", "stragglers"),
         *("timing", "noise", "link"),
-        *("observations", "checkpoint_state", "no_effect", "paper_index", "validation"),
+        *("observations", "checkpoint_state", "no_effect", "paper_index", "validation", "keywords", "normal"),
     ),
     "comm": (
         *("staleness", "compressors"),

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_hetero"
 FILES = sorted(PACKAGE.rglob("*.py"))
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted(ROOT.glob("*.md")),
     *sorted({*(ROOT / "docs").glob("*.md")} - {ROOT / "docs" / "modules.md"}),  # which is made of docstrings
 ]
 

@@ -148,6 +148,28 @@ def test_importing_the_package_imports_nothing_heavy(tmp_path):
     assert run(code, tmp_path) == "[]"
 
 
+# Prints the modules after `import torch`, and those after `import lightning_hetero`.
+IMPORTED = """
+import json, sys
+import torch
+torch_alone = sorted(sys.modules)
+import lightning_hetero
+print(json.dumps([torch_alone, sorted(sys.modules)]))
+"""
+
+
+def test_autoload_adds_two_small_modules_to_an_import_of_torch(tmp_path):
+    """By names, not by seconds: neither SciPy, pandas, Matplotlib, Transformers nor Accelerate, nor the package."""
+    (torch_alone, without), (autoloaded, with_it) = (
+        map(set, json.loads(run(IMPORTED, tmp_path, autoload=switch, ACCELERATE_USE_HETERO="")))
+        for switch in (False, True)
+    )
+    assert autoloaded - torch_alone == {"_lightning_hetero_autoload", "_lightning_hetero_entry"}
+    ours = {"_lightning_hetero_autoload", "lightning_hetero", "lightning_hetero.lazy_exports"}
+    assert without - torch_alone == ours
+    assert with_it - autoloaded == ours - autoloaded
+
+
 def test_a_broken_package_breaks_no_import_of_torch(tmp_path):
     package = tmp_path / "lightning_hetero"
     package.mkdir()
@@ -226,6 +248,7 @@ def target(monkeypatch):
         "owner_of_registry", "REGISTRY", f"{__name__}:Strategy", "hetero_test", {"": {}, "_spawn": {"how": "spawn"}}
     )
     monkeypatch.setattr(autoload, "TARGETS", (target,))
+    monkeypatch.setattr(autoload, "MODULES", {target.module})
     monkeypatch.setattr("lightning_hetero.strategies._registration.TARGETS", (target,))
     return target
 

@@ -1,5 +1,6 @@
 """Settings of :class:`HeteroAccelerator`, each with an environment variable, as Accelerate's own plugins have them."""
 
+import difflib
 import importlib
 import inspect
 import os
@@ -11,7 +12,8 @@ import yaml
 from accelerate import Accelerator
 
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.validation import check_choice, check_names, check_number
+from lightning_hetero.core.keywords import check_names, closest
+from lightning_hetero.core.validation import check_choice, check_number
 from lightning_hetero.elastic import OWN_LOOP, ElasticConfig
 
 __all__ = ["PREFIX", "SETTINGS", "SWITCH", "HeteroPlugin", "as_environment", "switched_on"]
@@ -200,14 +202,23 @@ def check_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the text of each setting whose variable is set.
 
     Raises:
-        ValueError: if a variable with our prefix belongs to no setting.
+        ValueError: if a variable with our prefix belongs to no setting, or the prefix itself is misspelt.
     """
-    given = {name: text for name, text in environment.items() if name.startswith(PREFIX) and name != CONFIG_FILE}
     known = {PREFIX + name.upper(): name for name in NAMES}
+    given = {name: text for name, text in environment.items() if name != CONFIG_FILE and _ours(name, known)}
     for name in given:
         if name not in known:
-            raise ValueError(f"{name}={given[name]!r} is no setting. Allowed are {', '.join(known)}, {CONFIG_FILE}.")
+            meant = closest(name, [*known, CONFIG_FILE], prefix=PREFIX if name.startswith(PREFIX) else "")
+            raise ValueError(
+                f"{name}={given[name]!r} is no setting.{meant} Allowed are {', '.join(known)}, {CONFIG_FILE}."
+            )
     return {known[name]: text for name, text in given.items() if text.strip()}
+
+
+def _ours(variable: str, known: Iterable[str]) -> bool:
+    """Return whether a variable is meant for us: by its prefix, or as one of the known ones but for a letter or two."""
+    family = variable.startswith(PREFIX.partition("_")[0])
+    return variable.startswith(PREFIX) or (family and bool(difflib.get_close_matches(variable, known, cutoff=0.95)))
 
 
 def _from_file(path: str | None) -> dict[str, Any]:

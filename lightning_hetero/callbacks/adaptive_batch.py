@@ -16,6 +16,7 @@ from lightning_hetero.callbacks._lightning import (
 from lightning_hetero.callbacks.base import PolicyCallback
 from lightning_hetero.callbacks.noise_scale import GNSCallback
 from lightning_hetero.core.checkpoint_state import reading_state
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.policies.goodput import GoodputPlanner
 from lightning_hetero.core.validation import check_int, check_number
 from lightning_hetero.frontend.adaptive_total import AdaptiveTotal
@@ -23,6 +24,7 @@ from lightning_hetero.frontend.adaptive_total import AdaptiveTotal
 __all__ = ["AdaptiveBatchCallback"]
 
 
+@checked_keywords
 class AdaptiveBatchCallback(PolicyCallback):
     """Policy that moves the total batch to where goodput is highest, with the split and the learning rate.
 

@@ -20,6 +20,7 @@ from lightning_hetero.callbacks._lightning import (
     log_metrics,
 )
 from lightning_hetero.core.checkpoint_state import check_tensors, reading_state
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.policies import policy_name, same_policy
 from lightning_hetero.core.policies.base import Planner, check_planner, load_planner
 from lightning_hetero.engine import HeteroEngine
@@ -68,6 +69,7 @@ def _strategy(trainer: Trainer) -> UnevenStrategy:
     return found
 
 
+@checked_keywords
 class PolicyCallback(Callback):
     """Lightning callback that runs one planner; ``planner=None`` keeps the split and only reports.
 

@@ -15,6 +15,7 @@ from lightning_hetero.callbacks._lightning import (
     log_metrics,
 )
 from lightning_hetero.core.checkpoint_state import reading_state
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.metrics import noise_metrics
 from lightning_hetero.core.noise.estimators import METHODS
 from lightning_hetero.core.noise.running import RunningNoiseScale
@@ -24,6 +25,7 @@ from lightning_hetero.optim import common_preconditioner, is_adam
 __all__ = ["GNSCallback"]
 
 
+@checked_keywords
 class GNSCallback(Callback):
     """Estimate of the gradient noise scale ``tr(Sigma) / |G|^2``, measured and logged while training.
 

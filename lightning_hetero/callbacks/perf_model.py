@@ -1,11 +1,13 @@
 """The policy of the time model as a Lightning callback (Cannikin, sec. 3-4)."""
 
 from lightning_hetero.callbacks.base import PolicyCallback
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 
 __all__ = ["PerfModelCallback"]
 
 
+@checked_keywords
 class PerfModelCallback(PolicyCallback):
     """Policy that learns a time model of every worker and splits at the exact optimum (Cannikin, sec. 3-4).
 

@@ -1,12 +1,14 @@
 """Proportional control of batch sizes as a Lightning callback (dynamic batching, sec. III-C)."""
 
 from lightning_hetero.callbacks.base import PolicyCallback
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.policies.proportional import ProportionalPlanner
 from lightning_hetero.core.validation import check_choice, check_number
 
 __all__ = ["DynamicBatchPIDCallback"]
 
 
+@checked_keywords
 class DynamicBatchPIDCallback(PolicyCallback):
     """Policy that equalizes compute times by proportional control, without a time model (dynamic batching, sec. III-C).
 

@@ -13,12 +13,14 @@ from lightning_hetero.core.batching.plan import NO_LIMIT
 from lightning_hetero.core.compression.bayesian_search import ProfilePenalty
 from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile
 from lightning_hetero.core.compression.settings import Automatic, BlockTopK
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.policies.time_to_accuracy import TimeToAccuracyPlanner
 from lightning_hetero.core.validation import check_choice, check_number
 
 __all__ = ["TTACallback"]
 
 
+@checked_keywords
 class TTACallback(AdaptiveBatchCallback):
     """Adaptive density of compressed gradients, and with it total batch and split, as the link allows.
 

@@ -15,6 +15,7 @@ from lightning_hetero.callbacks._lightning import (
 )
 from lightning_hetero.callbacks.base import engine_of
 from lightning_hetero.compression.layout import flat_view
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.optim.weight_prediction import expected_move, foresees
 
@@ -23,6 +24,7 @@ __all__ = ["LookAheadCallback"]
 log = logging.getLogger("lightning_hetero")
 
 
+@checked_keywords
 class LookAheadCallback(Callback):
     """Weight prediction: stale gradients are computed at the weights to which they will be applied.
 

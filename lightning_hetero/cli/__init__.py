@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Example:
         >>> main(["--version"])
-        0.1.0
+        0.2.0
         0
     """
     arguments = list(sys.argv[1:] if argv is None else argv)

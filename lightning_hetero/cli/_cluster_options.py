@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
+from lightning_hetero.core.keywords import closest
 from lightning_hetero.simulate.devices.catalog import (
     cluster_devices,
     published_clusters,
@@ -15,7 +16,7 @@ from lightning_hetero.simulate.devices.catalog import (
     workload_named,
     workloads,
 )
-from lightning_hetero.simulate.devices.names import UnknownNameError, closest
+from lightning_hetero.simulate.devices.names import UnknownNameError
 from lightning_hetero.simulate.planning.cluster import Cluster, Worker
 from lightning_hetero.simulate.planning.cluster_file import (
     Given,

@@ -8,10 +8,12 @@ import torch
 
 from lightning_hetero.compression.layout import Slot
 from lightning_hetero.compression.reference import Pack
+from lightning_hetero.core.keywords import checked_keywords
 
 __all__ = ["BlockGradient", "BlockMarks", "GradientParts"]
 
 
+@checked_keywords
 @dataclass(frozen=True, eq=False)
 class BlockGradient:
     """Gradient of one parameter.

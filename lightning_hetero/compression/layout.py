@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_hetero.core.keywords import checked_keywords
+
 __all__ = ["Layout", "Slot", "flat_view", "put_rows", "split", "take_rows"]
 
 
@@ -28,6 +30,7 @@ class Slot:
     padded: int
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class Layout:
     """Places of all parameters, in the order in which the module names them: the same on all ranks.

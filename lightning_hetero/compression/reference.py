@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from lightning_hetero.compression.value_codecs import CODECS
+from lightning_hetero.core.keywords import checked_keywords
 
 __all__ = ["Pack", "block_scores", "compress", "merge", "merge_sparse", "select_exact"]
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class Pack:
     """Blocks that one worker sends.

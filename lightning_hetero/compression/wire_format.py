@@ -33,6 +33,7 @@ from lightning_hetero.compression.message_header import (
 )
 from lightning_hetero.compression.reference import Pack
 from lightning_hetero.compression.value_codecs import CODECS, ValueCodec, aligned
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.link.message_size import MessageSize
 
 __all__ = ["BITMAP_MIN_DENSITY", "SEGMENT_BLOCKS", "MessageFormat", "message_size"]
@@ -44,6 +45,7 @@ BITMAP_MIN_DENSITY = 0.10
 """Share of blocks at and above which indices are a bit per block of the model, not 16 bits per chosen block."""
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class MessageFormat:
     """Sizes and places of everything in a message.

@@ -58,6 +58,7 @@ class ThroughputModel:
         """Fit iteration times by least squares of their relative error, by Nelder-Mead (S sec. 4.1).
 
         Raises:
+            ImportError: if SciPy is missing.
             ValueError: if there is no measurement, or one is not above 0.
 
         Example:
@@ -65,11 +66,13 @@ class ThroughputModel:
             >>> round(model.alpha, 2), round(model.beta, 1)
             (20.0, 200.0)
         """
-        from scipy.optimize import minimize  # imported here: it takes a second, and nothing else here needs it
-
         x, t = np.asarray(sizes, dtype=float), np.asarray(seconds, dtype=float)
         if x.size == 0 or x.shape != t.shape or not ((x > 0) & (t > 0)).all():
             raise ValueError("give one time above 0 for each batch size above 0, and at least one of them.")
+        try:  # imported here: it takes a second, and nothing else in the package needs it
+            from scipy.optimize import minimize
+        except ImportError as missing:
+            raise ImportError(f"ThroughputModel.fit() needs SciPy ({missing}): pip install scipy") from missing
 
         def error(logs: Array) -> float:
             alpha, beta = np.exp(logs)

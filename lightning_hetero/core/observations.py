@@ -5,11 +5,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from lightning_hetero.core.keywords import checked_keywords
+
 __all__ = ["StepObservations"]
 
 Array = npt.NDArray[np.float64]
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class StepObservations:
     """Timings of all workers over some steps; every array but the last two has the shape ``(steps, workers)``.

@@ -1,6 +1,5 @@
 """Checks of arguments, shared by several modules; each error gives the value, the allowed values, and a fix."""
 
-import difflib
 import math
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
@@ -8,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["check_choice", "check_fields", "check_int", "check_names", "check_number", "check_sizes", "check_totals"]
+from lightning_hetero.core.keywords import closest
+
+__all__ = ["check_choice", "check_fields", "check_int", "check_number", "check_sizes", "check_totals"]
 
 
 def check_int(name: str, value: Any, *, minimum: int) -> int:
@@ -126,40 +127,14 @@ def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> Any:
     """Return ``value`` if it is one of ``allowed``.
 
     Raises:
-        ValueError: if it is not.
+        ValueError: if it is not; the error suggests the nearest one that is.
 
     Example:
         >>> check_choice("loss_reduction", "mean", ("mean", "sum"))
         'mean'
     """
     if value not in allowed:
-        raise ValueError(f"{name}={value!r} is unknown; allowed are {', '.join(repr(a) for a in allowed)}.")
+        meant = closest(repr(value), [repr(each) for each in allowed if isinstance(each, str)])
+        listed = ", ".join(map(repr, allowed))
+        raise ValueError(f"{name}={value!r} is unknown{f'.{meant} A' if meant else '; a'}llowed are {listed}.")
     return value
-
-
-def check_names(
-    where: str, given: Iterable[str], allowed: Sequence[str], *, kind: str = "argument", hint: str = ""
-) -> None:
-    """Check the names of keyword arguments or settings.
-
-    Args:
-        where: object that takes them, for the error.
-        given: names that were given.
-        allowed: names that exist.
-        kind: word for such a name, for the error.
-        hint: further sentence of the error.
-
-    Raises:
-        TypeError: if a name does not exist; the error suggests the nearest one that does.
-
-    Example:
-        >>> check_names("HeteroPlugin", ["polcy"], ["policy", "replan"])
-        Traceback (most recent call last):
-        TypeError: HeteroPlugin has no argument polcy. Did you mean policy? Allowed are policy, replan.
-    """
-    for name in given:
-        if name not in allowed:
-            near = difflib.get_close_matches(name, allowed, n=1)
-            meant = f" Did you mean {near[0]}?" if near else ""
-            also = f" {hint}" if hint else ""
-            raise TypeError(f"{where} has no {kind} {name}.{meant}{also} Allowed are {', '.join(allowed)}.")

@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler, SequentialSampler
 
+from lightning_hetero.core.keywords import checked_keywords
+
 __all__ = ["BroadcastStream"]
 
 
+@checked_keywords
 class BroadcastStream:
     """Order of the samples in a custom training loop: the one that the sampler yields when a pass begins.
 

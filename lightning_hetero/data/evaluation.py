@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from torch.utils.data import Sampler
 
 from lightning_hetero.core.batching.integer_split import proportional_sizes
+from lightning_hetero.core.keywords import checked_keywords
 
 __all__ = ["EvaluationBatchSampler"]
 
 
+@checked_keywords
 class EvaluationBatchSampler(Sampler[list[int]]):
     """Batches of one rank from a dataset in its own order, split by the shares of the current plan.
 

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
+from lightning_hetero.core.keywords import checked_keywords
+
 __all__ = ["IndexStream", "PermutationStream", "SamplerStream", "seeded"]
 
 
@@ -26,6 +28,7 @@ class IndexStream(Protocol):
         """Return a number equal on ranks whose streams are equal."""
 
 
+@checked_keywords
 class PermutationStream:
     """Shuffled or sequential order, in the permutation that ``DistributedSampler`` takes for the same seed and epoch.
 
@@ -63,6 +66,7 @@ class PermutationStream:
         return zlib.crc32(repr((self.num_samples, self.shuffle, self.seed)).encode())
 
 
+@checked_keywords
 class SamplerStream:
     """Order of an epoch from any sampler of the user, such as ``WeightedRandomSampler``.
 

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from torch.utils.data import Sampler
 
 from lightning_hetero.core.batching.integer_split import proportional_sizes
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.data.index_stream import IndexStream
 
 __all__ = ["ClaimedBatchSampler", "MegaBatch"]
 
 
+@checked_keywords
 @dataclass(frozen=True, slots=True)
 class MegaBatch:
     """Positions ``start`` to ``stop`` of an epoch's order, of which ``firsts`` are reserved.
@@ -78,6 +80,7 @@ class MegaBatch:
         return range(start, self.stop if self.stop - stop < self.least else stop)
 
 
+@checked_keywords
 class ClaimedBatchSampler(Sampler[list[int]]):
     """Batches that this rank claims from each epoch; their number is not known in advance.
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from lightning_hetero.core.batching.plan import PlanHistory
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.data.division import Division, Parts
 from lightning_hetero.data.index_stream import IndexStream
 from lightning_hetero.data.step_share import StepShare
@@ -22,6 +23,7 @@ STEPS_IN_FLIGHT = 1024
 """Divided steps that are remembered: more than loaders draw ahead of the step that runs."""
 
 
+@checked_keywords
 class UnevenBatchSampler(Sampler[list[int]]):
     """Batches of one rank under a plan that may change during the epoch.
 

@@ -13,6 +13,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_hetero.core.keywords import checked_keywords
+
 __all__ = ["SparseBatch", "SparseMultiLabelDataset", "load_libsvm", "sparse_loader"]
 
 
@@ -39,6 +41,7 @@ class SparseBatch(NamedTuple):
         return len(self.offsets)
 
 
+@checked_keywords
 class SparseMultiLabelDataset(Dataset[SparseBatch]):
     """Samples of a CSR matrix with a list of labels each; ``dataset[i]`` is a batch of one.
 

@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.validation import check_int, check_number
 from lightning_hetero.datasets.libsvm import SparseMultiLabelDataset
 
 __all__ = ["AMAZON_670K", "DELICIOUS_200K", "SparseShape", "synthetic_multilabel"]
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class SparseShape:
     """Shape of a sparse multi-label data set.

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.merging.rules import MERGES, MergeRule
 from lightning_hetero.core.merging.settings import AdaptiveSettings
 from lightning_hetero.core.validation import check_choice, check_int
@@ -19,6 +20,7 @@ OWN_LOOP = (
 """Error text that names what to use without a trainer."""
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class ElasticConfig:
     """Settings of :class:`ElasticEngine`, equal on all ranks.

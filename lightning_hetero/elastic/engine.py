@@ -16,6 +16,7 @@ from torch import nn
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.agreement.notices import Notices
 from lightning_hetero.comm.timing.clock import HostClock, clock_for
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.data.index_stream import IndexStream
 from lightning_hetero.data.mega_batch import ClaimedBatchSampler
 from lightning_hetero.elastic.batch_queue import BatchDispatcher, job_store
@@ -34,6 +35,7 @@ from lightning_hetero.elastic.without_effect import elastic_without_effect
 __all__ = ["ElasticEngine"]
 
 
+@checked_keywords
 class ElasticEngine:
     """Claims, batch sizes, learning-rate factor and merges of one rank.
 
@@ -251,8 +253,7 @@ class ElasticEngine:
         record = self._merger.merge(self._replica, self.dispatcher, self._progress, sizes, settings, end=self._ends)
         self.diverged = self.rank in record.lost
         self.merges.append(record)
-        self.batch_sizes = self._merger.next_batch_sizes(record, settings)
-        self.inside = False
+        self.inside, self.batch_sizes = False, self._merger.next_batch_sizes(record, settings)
         self._begin(record.epoch, record.position)
         return record
 

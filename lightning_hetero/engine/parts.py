@@ -22,6 +22,7 @@ from lightning_hetero.comm.timing.settings import SETTINGS
 from lightning_hetero.comm.timing.step_timer import StepTimer
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry, PlanHistory
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.data.step_share import StepSampler
@@ -33,6 +34,7 @@ from lightning_hetero.hardware import cpu_quota
 __all__ = ["EngineParts"]
 
 
+@checked_keywords
 class EngineParts:
     """Parts of a :class:`~lightning_hetero.engine.HeteroEngine`, each of which owns its state.
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lightning_hetero.core.keywords import checked_keywords
+
 __all__ = ["AdamPreconditioner", "common_preconditioner", "is_adam"]
 
 
@@ -43,6 +45,7 @@ def is_adam(optimizer: torch.optim.Optimizer) -> bool:
     return "betas" in optimizer.defaults and "adam" in name and "adamax" not in name
 
 
+@checked_keywords
 class AdamPreconditioner:
     """Preconditioner that divides a gradient by ``sqrt(v / (1 - beta_2^t)) + eps``, with ``v`` from before this step.
 

@@ -7,11 +7,14 @@ from typing import Any, cast
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from lightning_hetero.core.keywords import checked_keywords
+
 __all__ = ["LearningRateGain", "LearningRateMultiplier"]
 
 Closure = Callable[[], Any]
 
 
+@checked_keywords
 class LearningRateMultiplier:
     """Factor on the learning rate of every parameter group, applied only while the optimizer steps.
 

@@ -12,12 +12,14 @@ import torch
 
 from lightning_hetero.comm.collectives import async_ops as sums
 from lightning_hetero.comm.collectives.async_ops import forward_result
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.link.bandwidth import sum_bytes
 from lightning_hetero.core.validation import check_number
 
 __all__ = ["ThinLink"]
 
 
+@checked_keywords
 class ThinLink:
     """Link of a given rate, which delays the gradient sums and messages of this process.
 

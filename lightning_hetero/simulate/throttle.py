@@ -16,11 +16,14 @@ from numbers import Real
 from pathlib import Path
 from types import TracebackType
 
+from lightning_hetero.core.keywords import checked_keywords
+
 __all__ = ["Throttle"]
 
 _HELPER = Path(__file__).with_name("_duty_cycle.py")
 
 
+@checked_keywords
 class Throttle:
     """Duty cycle of a process, which runs for a ``share`` of the time: SIGSTOP and SIGCONT from a helper process.
 

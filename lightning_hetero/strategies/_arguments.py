@@ -9,7 +9,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.config import FOR_OWN_LOOPS, HeteroConfig
-from lightning_hetero.core.validation import check_names
+from lightning_hetero.core.keywords import check_names
 
 __all__ = ["arguments_of", "check_arguments", "check_communication", "refuse_for_own_loops"]
 

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from lightning_hetero.accelerate.plugin import NAMES, HeteroPlugin, parsed, switched_on
+from lightning_hetero.core.keywords import checked_keywords
 
 __all__ = ["HeteroTrainingArguments", "by_tokens", "hetero_arguments", "plugin_of"]
 
@@ -79,9 +80,12 @@ def hetero_arguments(cls: type) -> type:
 
 @cache
 def _with_settings(cls: type) -> type:
-    return dataclass(type(f"Hetero{cls.__name__}", (Settings, cls), {"__module__": __name__, "__doc__": cls.__doc__}))
+    return checked_keywords(
+        dataclass(type(f"Hetero{cls.__name__}", (Settings, cls), {"__module__": __name__, "__doc__": cls.__doc__}))
+    )
 
 
+@checked_keywords
 @dataclass
 class HeteroTrainingArguments(Settings, TrainingArguments):  # type: ignore[misc, valid-type]
     """Transformers' ``TrainingArguments`` with the settings of unequal workers.

@@ -286,7 +286,7 @@ def test_config_of_several_machines_and_compression(tmp_path, monkeypatch, capsy
         "main_process_ip='' is no address",
         "main_process_port='99999' is out of range; give an integer from 1 to 65535",
         "use_cpu='maybe' is unknown; allowed are 'true', 'false'",
-        "mixed_precision='fp64' is unknown; allowed are 'no', 'fp16', 'bf16'",
+        "mixed_precision='fp64' is unknown. Did you mean 'fp16'? Allowed are 'no', 'fp16', 'bf16'",
         "local_batch_sizes=[24, 12] has 2 entries for 4 workers",
         "compression='gzip' is unknown; allowed are 'block_topk'",
         "density=3",

@@ -128,7 +128,12 @@ def test_argument_goes_before_variable_before_file(tmp_path, monkeypatch):
             "no_module:count",
             r"ACCELERATE_HETERO_WEIGHT_FN='no_module:count': .* cannot be imported.* Write",
         ),
-        ("POLICI", "pid", r"ACCELERATE_HETERO_POLICI='pid' is no setting. Allowed are .*ACCELERATE_HETERO_POLICY"),
+        (
+            "POLICI",
+            "pid",
+            r"ACCELERATE_HETERO_POLICI='pid' is no setting. Did you mean ACCELERATE_HETERO_POLICY\? Allowed",
+        ),
+        ("XYZZY", "1", r"ACCELERATE_HETERO_XYZZY='1' is no setting. Allowed are .*ACCELERATE_HETERO_POLICY"),
         ("CONFIG_FILE", "/nowhere.yaml", r"ACCELERATE_HETERO_CONFIG_FILE='/nowhere.yaml' cannot be read"),
     ],
 )
@@ -136,6 +141,19 @@ def test_a_wrong_variable_is_named_with_its_value(variable, text, message, monke
     monkeypatch.setenv(PREFIX + variable, text)
     with pytest.raises((ValueError, TypeError), match=message):
         HeteroPlugin()
+
+
+@pytest.mark.parametrize("variable", ["ACCELERATE_HETRO_POLICY", "ACCELERATE_HETERO_POLIC", "ACCELERATE_HETEROPOLICY"])
+def test_a_misspelt_variable_is_named_with_the_one_that_was_meant(variable, monkeypatch):
+    monkeypatch.setenv(variable, "pid")
+    with pytest.raises(ValueError, match=f"{variable}='pid' is no setting. Did you mean ACCELERATE_HETERO_POLICY"):
+        HeteroPlugin()
+
+
+def test_variables_of_others_are_left_alone(monkeypatch):
+    for name in ("ACCELERATE_USE_HETERO", "ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_OWN_POLICY"):
+        monkeypatch.setenv(name, "true")
+    assert HeteroPlugin().policy is None
 
 
 def test_wrong_arguments():

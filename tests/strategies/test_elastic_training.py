@@ -437,7 +437,10 @@ def test_settings_that_need_all_ranks_are_refused_on_every_rank(kwargs, message)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"merge": "median"}, "merge='median' is unknown; allowed are 'adaptive', 'elastic', 'crossbow', 'mean'"),
+        (
+            {"merge": "median"},
+            "merge='median' is unknown. Did you mean 'mean'. Allowed are 'adaptive', 'elastic',",
+        ),
         ({"mega_batch_size": 10, "mega_batch_batches": 2}, "Give one"),
         ({"mega_batch_size": 0}, "mega_batch_size=0"),
         ({"momentum": 1}, "momentum=1"),

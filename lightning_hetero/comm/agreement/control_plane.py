@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from lightning_hetero.comm.agreement.backends import new_group
 from lightning_hetero.comm.agreement.group_lifetime import ended, leave, leave_ended, on_end, run
+from lightning_hetero.core.keywords import checked_keywords
 
 __all__ = ["ControlPlane", "PlanMismatchError", "check_digests"]
 
@@ -56,6 +57,7 @@ def _portable(error: Exception) -> Exception:
     return error
 
 
+@checked_keywords
 class ControlPlane:
     """Small host-side collectives on a gloo group, separate from the group of the gradients.
 

@@ -19,6 +19,7 @@ from lightning_hetero.comm.gradients.averager import DDPMean, GradientAverager, 
 from lightning_hetero.comm.gradients.squared_norms import BucketSquares
 from lightning_hetero.comm.gradients.stale_averager import StaleAverager
 from lightning_hetero.comm.timing.step_timer import StepTimer
+from lightning_hetero.core.keywords import checked_keywords
 
 __all__ = ["DIRECT_BACKWARD", "BackwardCheck", "HookState", "gradient_hook"]
 
@@ -33,6 +34,7 @@ DIRECT_BACKWARD = (
 )
 
 
+@checked_keywords
 class HookState:
     """State of the gradient hook: who averages, whether the loss was weighted, whether norms are due.
 

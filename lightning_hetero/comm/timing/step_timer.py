@@ -21,6 +21,7 @@ from lightning_hetero.comm.timing.settings import SETTINGS, TimingSettings
 from lightning_hetero.comm.timing.step_marks import BackwardMarks, BatchMarks, Span, StepMarks
 from lightning_hetero.comm.timing.step_rows import StepRows
 from lightning_hetero.comm.timing.warm_up import WarmUp
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.observations import StepObservations
 
 __all__ = ["StepTimer", "TimedIterator"]
@@ -28,6 +29,7 @@ __all__ = ["StepTimer", "TimedIterator"]
 Array = npt.NDArray[np.float64]
 
 
+@checked_keywords
 class StepTimer:
     """Marks of the parts of each step, made into one row of seconds per synchronized step when a sync round asks.
 

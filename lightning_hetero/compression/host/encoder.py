@@ -20,6 +20,7 @@ from lightning_hetero.compression.message_header import NON_FINITE
 from lightning_hetero.compression.score_scaling import ScoreScaling
 from lightning_hetero.compression.selectors import SELECT, Indices, SelectorState
 from lightning_hetero.compression.wire_format import MessageFormat
+from lightning_hetero.core.keywords import checked_keywords
 
 __all__ = ["TorchEncoder", "cpu_encoder", "needing_numba"]
 
@@ -29,6 +30,7 @@ NUMBA_MIN_ELEMENTS = 1_000_000
 """Elements of a model from which on it is worth importing Numba and compiling its loops once."""
 
 
+@checked_keywords
 class TorchEncoder(BlockMerger):
     """Error feedback and block selection of one rank, a :class:`~.encoder_protocol.HostEncoder`.
 

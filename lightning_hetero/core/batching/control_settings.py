@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.timing.step_times import SmoothingSettings
 from lightning_hetero.core.validation import check_fields, check_int
 
 __all__ = ["CONTROL_DEFAULTS", "ControlSettings"]
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class ControlSettings:
     """Settings of the controller and of its estimates of the workers' times.

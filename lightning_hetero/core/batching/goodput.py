@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.validation import check_fields, check_int, check_number
 
 __all__ = [
@@ -36,6 +37,7 @@ Window = tuple[int, int]
 """A total, and the number of its micro-batches."""
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class TotalSettings:
     """Settings of the changes of the total batch: how fast it reaches the highest goodput, not where that is.

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from lightning_hetero.core.batching.finish_lines import Bound, FinishLines, check_bounds
 from lightning_hetero.core.batching.integer_split import proportional_sizes
 from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.timing.step_time import ClusterTimeModel
 from lightning_hetero.core.validation import check_int
 
@@ -21,6 +22,7 @@ __all__ = ["overlap_state", "solve_optperf", "solve_step_times", "static_sizes"]
 Array = npt.NDArray[np.float64]
 
 
+@checked_keywords
 def solve_optperf(
     cluster: ClusterTimeModel, total_batch_size: int, *, min_local: Bound = 1, max_local: Bound | None = None
 ) -> BatchPlan:

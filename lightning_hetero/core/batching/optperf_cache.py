@@ -15,6 +15,7 @@ from lightning_hetero.core.batching.goodput import (
     windows_of,
 )
 from lightning_hetero.core.batching.optperf import overlap_state, solve_step_times
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.timing.step_time import ClusterTimeModel
 
 __all__ = ["SolvedTotals", "goodput_table"]
@@ -35,6 +36,7 @@ class _Solved:
     overlap: bytes
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class SolvedTotals:
     """OptPerf of all candidates, kept from one choice of the total to the next (C sec. 4.5).

@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_hetero.core.batching.cost.weights import CostWeights
 from lightning_hetero.core.batching.integer_split import tail_sizes
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.validation import check_int, check_number, check_sizes
 
 __all__ = ["NO_LIMIT", "BatchPlan", "PlanEntry", "PlanHistory"]
@@ -21,6 +22,7 @@ NO_LIMIT = 2**31
 """Number of samples that stands for no limit: no batch reaches it."""
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class BatchPlan:
     """One split of one total batch over the workers (``b_i`` and ``B`` of C sec. 3).
@@ -105,6 +107,7 @@ class BatchPlan:
         return cls(**fields)
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class PlanEntry:
     """A plan and the step of an epoch from which it holds.
@@ -161,6 +164,7 @@ class PlanEntry:
         return cls(state["epoch"], state["step"], BatchPlan.from_state_dict(state["plan"]), state["reason"])
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class PlanHistory:
     """Plans in the order in which they hold: the single source of sizes, offsets and epoch lengths.

@@ -13,12 +13,14 @@ import numpy as np
 
 from lightning_hetero.core.compression.objective import density_penalty, time_to_accuracy
 from lightning_hetero.core.compression.settings import VALUE_DTYPES
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.timing.fitting import estimate_gamma, estimate_sync_times, steps_that_tell
 
 __all__ = ["CompressionChoice", "Computing", "LinkMeasurement", "choose_density", "pack_bytes"]
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class Computing:
     """Computing times of a step, of the slowest worker; zeros if nothing is known.

@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile
+from lightning_hetero.core.keywords import checked_keywords
+from lightning_hetero.core.normal import normal_cdf, normal_pdf
 from lightning_hetero.core.validation import check_int, check_number
 
 __all__ = ["ConvergenceSurrogate", "ProfilePenalty", "expected_improvement", "profile_convergence"]
@@ -44,6 +46,7 @@ class _SearchSettings:
 _SEARCH = _SearchSettings()
 
 
+@checked_keywords
 class ConvergenceSurrogate:
     """Gaussian process over a profile: extra loss and its uncertainty at any compression rate and total batch.
 
@@ -149,14 +152,13 @@ def expected_improvement(mean: Array, deviation: Array, best: float) -> Array:
         >>> expected_improvement(np.array([1.0, 1.0]), np.array([0.0, 1.0]), best=1.5).round(3).tolist()
         [0.5, 0.698]
     """
-    from scipy.stats import norm  # imported here: it takes a second, and only this search needs it
-
     spread = np.maximum(deviation, 1e-12)
     z = (best - mean) / spread
-    improvement: Array = (best - mean) * norm.cdf(z) + spread * norm.pdf(z)
+    improvement: Array = (best - mean) * normal_cdf(z) + spread * normal_pdf(z)
     return improvement
 
 
+@checked_keywords
 def profile_convergence(
     probe: Callable[[float, int, int], float],
     *,

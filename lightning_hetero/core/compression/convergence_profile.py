@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.validation import check_int, check_number
 
 __all__ = ["ConvergenceProfile"]
@@ -18,6 +19,7 @@ __all__ = ["ConvergenceProfile"]
 PROFILE_FORMAT = 1
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class ConvergenceProfile:
     """Probe trainings of one model, as a file that a controller loads.

@@ -9,6 +9,7 @@ import ast
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
+from lightning_hetero.core.keywords import checked_keywords, closest
 from lightning_hetero.core.validation import check_choice, check_int, check_number
 
 __all__ = [
@@ -53,6 +54,7 @@ class Compressor:
     averager: ClassVar[str]
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class BlockTopK(Compressor):
     """Send the blocks of ``residual + weight * gradient`` with the largest sums of magnitudes (S sec. 3.2).
@@ -105,6 +107,7 @@ class BlockTopK(Compressor):
             check_int("dense_every", self.dense_every, minimum=2)
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class LowRank(Compressor):
     """Send two low-rank factors in place of each gradient matrix: PowerSGD, by torch's own implementation.
@@ -129,6 +132,7 @@ class LowRank(Compressor):
         check_int("start", self.start, minimum=2)
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class HalfPrecision(Compressor):
     """Send gradients as 16-bit numbers, by torch's own hooks.
@@ -149,6 +153,7 @@ class HalfPrecision(Compressor):
         check_choice("dtype", self.dtype, ("float16", "bfloat16"))
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class Automatic(Compressor):
     """Measure the link, the cost of selection and the first steps; compress only where that pays.
@@ -214,7 +219,8 @@ def parse_compression(value: Any) -> Compressor | None:
     allowed = [f.name for f in fields(settings) if f.name not in meant]
     unknown = sorted(set(given) - set(allowed))
     if unknown:
-        raise ValueError(f"compression={value!r}: {name} has no setting {unknown[0]!r}; it has {allowed}.")
+        near = closest(unknown[0], allowed)
+        raise ValueError(f"compression={value!r}: {name} has no setting {unknown[0]!r}.{near} It has {allowed}.")
     compressor: Compressor = settings(**meant, **given)
     return compressor
 

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.validation import check_choice, check_int, check_number
 
 __all__ = ["AdaptiveSettings"]
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class AdaptiveSettings:
     """Settings of Adaptive SGD, with the paper's defaults but for the last two.

@@ -19,6 +19,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.noise.estimators import METHODS, WeightRule, estimate_from_local_norms
 
 __all__ = ["WindowEstimator", "window_estimator"]
@@ -29,6 +30,7 @@ Coefficients = tuple[tuple[float, float, float], tuple[float, float, float]]
 """Coefficients of a worker's first micro-batch, of its window and of ``|g|^2``, in ``S`` and in ``Q``."""
 
 
+@checked_keywords
 @dataclass(frozen=True, slots=True)
 class WindowEstimator:
     """Coefficients of estimates that are linear in squared norms, worker by worker.

@@ -4,12 +4,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.noise.estimators import noise_scale_of
 from lightning_hetero.core.validation import check_number
 
 __all__ = ["RunningNoiseScale"]
 
 
+@checked_keywords
 @dataclass(frozen=True, slots=True)
 class RunningNoiseScale:
     """Noise scale over many steps: ``tr(Sigma)`` and ``|g|^2`` are averaged separately, then divided.

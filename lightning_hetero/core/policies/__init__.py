@@ -9,11 +9,13 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.policies.base import Planner
 
 __all__ = ["DEFAULT", "NAMED", "POLICIES", "PolicyEntry", "policy_name", "same_policy"]
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class PolicyEntry:
     """A policy: the class of its planner, imported on first use, and the settings that it requires.

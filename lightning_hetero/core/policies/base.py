@@ -8,6 +8,7 @@ import numpy as np
 
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.compression.objective import DensityChoice
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.link.message_link import MessageLink
 from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
@@ -24,6 +25,7 @@ __all__ = [
 ]
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class PlanContext:
     """Conditions that a planner has to respect.
@@ -63,6 +65,7 @@ class PlanContext:
     elapsed: int | None = None
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class Proposal:
     """A plan, and why.
@@ -80,6 +83,7 @@ class Proposal:
     reason: str
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class Decision:
     """Outcome of one sync round: all that the engine carries out. Unpacks to the planner and the proposal.

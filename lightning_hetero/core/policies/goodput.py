@@ -20,6 +20,7 @@ from lightning_hetero.core.batching.goodput import (
 from lightning_hetero.core.batching.optperf import solve_optperf
 from lightning_hetero.core.batching.optperf_cache import SolvedTotals
 from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import Decision, PlanContext, Proposal
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
@@ -29,6 +30,7 @@ from lightning_hetero.core.timing.step_time import ClusterTimeModel
 __all__ = ["GoodputPlanner"]
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class GoodputPlanner:
     """Split by the time model, and the total with the highest goodput.

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from lightning_hetero.core.batching.optperf import solve_optperf
 from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import Decision, PlanContext, Proposal
 from lightning_hetero.core.policies.split_rule import RuleSettings, cost, doubt, horizon
@@ -26,6 +27,7 @@ __all__ = ["PerfModelPlanner"]
 Array = npt.NDArray[np.float64]
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class PerfModelPlanner:
     """Time model of each worker, and the split that is its exact optimum (C sec. 3-4).

@@ -10,6 +10,7 @@ from lightning_hetero.core.batching.control_settings import ControlSettings
 from lightning_hetero.core.batching.optperf import static_sizes
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.batching.proportional_control import ControllerState, control, smooth
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import Decision, PlanContext, Proposal
 from lightning_hetero.core.timing.step_times import StepTimes
@@ -26,6 +27,7 @@ def _in_proportion(capacities: Sequence[float], context: PlanContext, reason: st
     return Proposal(BatchPlan(context.total_batch_size, sizes), reason)
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class ProportionalPlanner:
     """Equal compute times without a time model (D sec. III-C).

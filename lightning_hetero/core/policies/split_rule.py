@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.timing.times import WALK_STEPS
 
 __all__ = ["RuleSettings", "cost", "doubt", "horizon"]
@@ -25,6 +26,7 @@ __all__ = ["RuleSettings", "cost", "doubt", "horizon"]
 Array = npt.NDArray[np.float64]
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class RuleSettings:
     """Settings of the decision rule; ``benchmarks/estimator.py`` sweeps each of them.

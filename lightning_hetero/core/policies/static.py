@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import Decision, PlanContext, Proposal
 from lightning_hetero.core.policies.proportional import BY_CAPACITY, _in_proportion
@@ -11,6 +12,7 @@ from lightning_hetero.core.policies.proportional import BY_CAPACITY, _in_proport
 __all__ = ["StaticPlanner"]
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class StaticPlanner:
     """Open-loop split by peak half-precision FLOP/s, taken once (D sec. III-B).

@@ -24,6 +24,7 @@ from lightning_hetero.core.compression.objective import (
     penalised_time,
     time_to_accuracy,
 )
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.link.bandwidth import LinkEstimate
 from lightning_hetero.core.link.message_link import MessageLink, without_messages
 from lightning_hetero.core.link.staleness import StaleHysteresis
@@ -67,6 +68,7 @@ class DensitySettings:
         check_int("densities_per_decade", self.densities_per_decade, minimum=1)
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class TimeToAccuracyPlanner(GoodputPlanner):
     """Split by the time model, with the density and the total of least predicted time to accuracy.

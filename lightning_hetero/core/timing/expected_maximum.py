@@ -4,7 +4,8 @@ import math
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import ndtr
+
+from lightning_hetero.core.normal import normal_cdf
 
 __all__ = ["expected_maximum", "larger_error"]
 
@@ -46,10 +47,10 @@ def expected_maximum(mean: Array, deviation: Array) -> tuple[float, float]:
     if len(mean) > MANY:
         mean, deviation, count = counted_together(mean, deviation)
     x = np.linspace(low, float((mean + 6.0 * deviation).max()), 33)
-    below = (ndtr((x[:, None] - mean) / deviation) ** count).prod(axis=1)
+    below = (normal_cdf((x[:, None] - mean) / deviation) ** count).prod(axis=1)
     way = below - below[0] + (x - low) / (x[-1] - low)  # finer where it rises: some deviations may be far smaller
     x = np.interp(np.linspace(0.0, way[-1], 65), way, x)
-    above = 1.0 - (ndtr((x[:, None] - mean) / deviation) ** count).prod(axis=1)
+    above = 1.0 - (normal_cdf((x[:, None] - mean) / deviation) ** count).prod(axis=1)
     weight = np.convolve(np.diff(x), [0.5, 0.5])  # trapezoids
     first = float(weight @ above)
     second = 2.0 * float(weight @ (above * (x - low))) - first**2
@@ -90,7 +91,7 @@ def larger_error(x: Array, x_error: Array, y: Array, y_error: Array, covariance:
     both = x_error**2 + y_error**2
     apart = np.sqrt(np.maximum(both - 2.0 * covariance, 1e-12 * both + 1e-300))
     z = np.clip((x - y) / apart, -30.0, 30.0)
-    share, density = ndtr(z), np.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
+    share, density = normal_cdf(z), np.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
     more = x - y  # moments about y keep all digits
     mean = more * share + apart * density
     square = (more**2 + x_error**2) * share + y_error**2 * (1.0 - share) + more * apart * density

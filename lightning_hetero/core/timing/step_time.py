@@ -13,6 +13,7 @@ from typing import overload
 import numpy as np
 import numpy.typing as npt
 
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.timing.fitting import estimate_gamma, estimate_sync_times, fit_line, steps_that_tell
 from lightning_hetero.core.timing.winsorized_mean import winsorized_mean
@@ -23,6 +24,7 @@ __all__ = ["ClusterTimeModel", "NodeModels", "NodeTimeModel", "fit_node"]
 Array = npt.NDArray[np.float64]
 
 
+@checked_keywords
 @dataclass(frozen=True, slots=True)
 class NodeTimeModel:
     """Compute time of one worker, linear in its batch size: ``a = q b + s``, ``P = k b + m`` (C eq. 3).
@@ -116,6 +118,7 @@ class NodeModels(Sequence[NodeTimeModel]):
         return repr(tuple(self))
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class ClusterTimeModel:
     """Time of one synchronous step of all workers (C eq. 7).

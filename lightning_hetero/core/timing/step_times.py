@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.validation import check_fields, check_int
 
 __all__ = ["SmoothingSettings", "StepTimes"]
@@ -21,6 +22,7 @@ MEAN_DIFFERENCE = 1.128
 """Mean absolute difference of two normal values with standard deviation 1."""
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class SmoothingSettings:
     """Settings of :class:`StepTimes`.

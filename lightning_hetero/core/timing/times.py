@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.validation import check_fields, check_number
 
 __all__ = ["ESTIMATOR_DEFAULTS", "WALK_STEPS", "EstimatorSettings", "Times"]
@@ -16,6 +17,7 @@ WALK_STEPS = 8.0
 """Number of steps to which the standard deviation of a speed's walk refers: the unit of ``walks``."""
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class EstimatorSettings:
     """Settings of the estimators of step times; ``benchmarks/estimator.py`` sweeps each of them.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.data.rows import BatchRows
 from lightning_hetero.data.streams.buffers import RowBuffer, SampleBuffer, StreamBuffer
 from lightning_hetero.data.streams.claims import ClaimedShards, claimable
@@ -22,6 +23,7 @@ def _same(samples: list[Any]) -> list[Any]:
     return samples
 
 
+@checked_keywords
 class SampleStream:
     """Samples of a loader over an ``IterableDataset``, or rows of a loader that yields batches of its own.
 

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.merging.rules import GlobalModel, MergeRule
 from lightning_hetero.elastic.merging.weighted_average import synchronize, weighted_sums
 
@@ -14,6 +15,7 @@ __all__ = ["Replica"]
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
+@checked_keywords
 class Replica:
     """Model that a rank trains, and the global model that it started from.
 

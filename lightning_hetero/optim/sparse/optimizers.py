@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lightning_hetero.core.keywords import check_names
 from lightning_hetero.optim.sparse.adamw import AdamWRule
 from lightning_hetero.optim.sparse.kernel_interface import Group
 from lightning_hetero.optim.sparse.lazy_update import LazyUpdate
@@ -56,8 +57,9 @@ class SparseSGD(torch.optim.SGD):
     """
 
     @_signature_of(torch.optim.SGD)
-    def __init__(self, params: Any, *args: Any, pay: str = "ahead", **kwargs: Any) -> None:
-        super().__init__(params, *args, **kwargs)
+    def __init__(self, *args: Any, pay: str = "ahead", **kwargs: Any) -> None:
+        _check_keywords(self, kwargs)
+        super().__init__(*args, **kwargs)
         self.sparse = LazyUpdate(self, SGDRule(pay))
 
     def add_param_group(self, param_group: Group) -> None:
@@ -87,8 +89,9 @@ class SparseAdamW(torch.optim.AdamW):
     """
 
     @_signature_of(torch.optim.AdamW)
-    def __init__(self, params: Any, *args: Any, pay: str = "ahead", **kwargs: Any) -> None:
-        super().__init__(params, *args, **kwargs)
+    def __init__(self, *args: Any, pay: str = "ahead", **kwargs: Any) -> None:
+        _check_keywords(self, kwargs)
+        super().__init__(*args, **kwargs)
         self.sparse = LazyUpdate(self, AdamWRule(pay))
 
     def add_param_group(self, param_group: Group) -> None:
@@ -99,6 +102,12 @@ class SparseAdamW(torch.optim.AdamW):
         """
         _refuse_fused(self, param_group)
         super().add_param_group(param_group)
+
+
+def _check_keywords(optimizer: torch.optim.Optimizer, given: Group) -> None:
+    """Refuse a misspelt keyword; those that exist are in the signature."""
+    cls = next(cls for cls in type(optimizer).__mro__ if cls.__module__ == __name__)
+    check_names(type(optimizer).__name__, given, list(inspect.signature(cls).parameters))
 
 
 def _refuse_fused(optimizer: torch.optim.Optimizer, group: Group) -> None:

@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.validation import check_int, check_number
 from lightning_hetero.simulate.devices.device_profile import DeviceProfile
 
 __all__ = ["Join", "Leave", "WorkerChange", "checked_changes"]
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class Join:
     """A device that joins.
@@ -42,6 +44,7 @@ class Join:
         return self.name or f"{self.device.name or 'device'} of step {self.step}"
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class Leave:
     """A worker that leaves.

@@ -4,6 +4,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.merging.batch_scaling import scale_batch_sizes
 from lightning_hetero.core.validation import check_int, check_number
 from lightning_hetero.data.mega_batch import MegaBatch
@@ -49,6 +50,7 @@ class ElasticResult:
         return tuple(1.0 - busy / took for busy in self.merges[mega_batch].busy)
 
 
+@checked_keywords
 class ElasticSimulator:
     """Elastic averaging on devices of exactly known speed, without a process.
 

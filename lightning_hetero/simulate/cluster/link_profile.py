@@ -8,6 +8,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.validation import check_int, check_number
 
 __all__ = ["LinkProfile"]
@@ -15,6 +16,7 @@ __all__ = ["LinkProfile"]
 Array = npt.NDArray[np.float64]
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class LinkProfile:
     """Time that the all-reduce of a step's gradients takes on a ring of workers.

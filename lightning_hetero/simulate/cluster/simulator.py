@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.compression.settings import BlockTopK
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.policies.base import Planner
 from lightning_hetero.core.validation import check_choice, check_int, check_number
 from lightning_hetero.simulate.cluster.changes import Join, WorkerChange, checked_changes
@@ -32,6 +33,7 @@ __all__ = ["ClusterSimulator"]
 Array = npt.NDArray[np.float64]
 
 
+@checked_keywords
 class ClusterSimulator:
     """Training on a cluster of exactly known speed, without a process: steps by their events, decisions by the package.
 

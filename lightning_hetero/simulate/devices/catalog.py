@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.validation import check_number
 from lightning_hetero.simulate.devices.device_profile import DeviceProfile
 from lightning_hetero.simulate.devices.names import find_name
@@ -35,6 +36,7 @@ CORES = re.compile(r"([1-9]\d{0,5})\s*-?\s*cores?", re.I)
 SHARE = re.compile(r"(?P<device>.+?)\s*@\s*(?P<percent>\d+(?:\.\d+)?)\s*%")
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class PublishedDevice:
     """Device of a paper.
@@ -60,6 +62,7 @@ class PublishedDevice:
     per_core: bool = False
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class PublishedWorkload:
     """Model and data set of a paper.
@@ -165,6 +168,7 @@ def price_per_hour(name: str) -> float | None:
     return None if device.price_per_hour is None else device.price_per_hour * share
 
 
+@checked_keywords
 def device_profile(name: str, workload: str, jitter: float = 0.0) -> DeviceProfile:
     """Return the profile of a published device that trains a published workload.
 
@@ -194,6 +198,7 @@ def device_profile(name: str, workload: str, jitter: float = 0.0) -> DeviceProfi
     return DeviceProfile(q / share, s / share, k / share, m / share, memory, jitter, name=shown)
 
 
+@checked_keywords
 def cluster_profiles(name: str, workload: str, jitter: float = 0.0) -> list[DeviceProfile]:
     """Return the profiles of all workers of a published cluster.
 

@@ -8,6 +8,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.timing.step_time import NodeTimeModel
 from lightning_hetero.core.validation import check_int, check_number
 
@@ -16,6 +17,7 @@ __all__ = ["DeviceProfile"]
 Array = npt.NDArray[np.float64]
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class DeviceProfile:
     """Time that a device takes for a batch of ``b`` samples (C eq. 3), with all that disturbs it.

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.validation import check_int
 from lightning_hetero.simulate.devices.batch_size import check_size_function, first_dimension, size_of
 from lightning_hetero.simulate.devices.device_profile import DeviceProfile
@@ -77,6 +78,7 @@ class _Pass:
     batch_size: int
 
 
+@checked_keywords
 class EmulatedDevice:
     """Device of a given profile, whose time the passes of a module take.
 
@@ -162,10 +164,8 @@ class EmulatedDevice:
             )
         if gradients:
             forward, backward = next(self._factors)
-            coming, seconds = self._coming, backward * profile.model.backward_time(batch_size)
-            self._coming = _Pass(0.0, seconds, batch_size)
-            if coming is not None:
-                self._coming = _Pass(0.0, coming.seconds + seconds, coming.batch_size + batch_size)
+            before, seconds = self._coming or _Pass(0.0, 0.0, 0), backward * profile.model.backward_time(batch_size)
+            self._coming = _Pass(0.0, before.seconds + seconds, before.batch_size + batch_size)
             self.passes += 1
         else:
             forward = profile.slowdown_at(self.passes)

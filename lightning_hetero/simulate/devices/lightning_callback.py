@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from lightning_hetero.callbacks._lightning import Callback, LightningModule, Trainer
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.hardware import call_device
 from lightning_hetero.simulate.devices.batch_size import check_size_function, first_dimension, size_of
 from lightning_hetero.simulate.devices.device_profile import DeviceProfile
@@ -14,6 +15,7 @@ from lightning_hetero.simulate.devices.emulated_device import EmulatedDevice
 __all__ = ["EmulatedDeviceCallback"]
 
 
+@checked_keywords
 class EmulatedDeviceCallback(Callback):
     """Callback that makes each worker of a Trainer as fast as a device of a given profile, with any strategy.
 

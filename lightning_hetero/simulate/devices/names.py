@@ -1,10 +1,11 @@
 """Names in a list: found whatever their capitals, spaces and hyphens, or refused with the nearest ones."""
 
-import difflib
 import re
 from collections.abc import Iterable
 
-__all__ = ["UnknownNameError", "closest", "find_name"]
+from lightning_hetero.core.keywords import closest
+
+__all__ = ["UnknownNameError", "find_name"]
 
 
 class UnknownNameError(ValueError):
@@ -33,18 +34,6 @@ def find_name(kind: str, name: str, allowed: Iterable[str], listed: str = "") ->
             return candidate
     listed = listed or f"Allowed are {', '.join(names)}."
     raise UnknownNameError(f"{kind} {name!r} is unknown.{closest(name, names)} {listed}")
-
-
-def closest(name: object, allowed: Iterable[str]) -> str:
-    """Return a sentence with the nearest of the allowed names, empty if none is near.
-
-    Example:
-        >>> closest("A10", ["A100", "T4"])
-        ' Did you mean A100?'
-    """
-    plain = {_plain(candidate): candidate for candidate in allowed}
-    near = difflib.get_close_matches(_plain(name), list(plain), n=2)
-    return f" Did you mean {' or '.join(plain[found] for found in near)}?" if near else ""
 
 
 def _plain(name: object) -> str:

@@ -9,11 +9,12 @@ from math import inf, isinf
 import numpy as np
 import numpy.typing as npt
 
+from lightning_hetero.core.keywords import checked_keywords, closest
 from lightning_hetero.core.link.bandwidth import sum_bytes
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeModels
 from lightning_hetero.core.validation import check_int, check_number
 from lightning_hetero.simulate.devices.device_profile import DeviceProfile
-from lightning_hetero.simulate.devices.names import UnknownNameError, closest
+from lightning_hetero.simulate.devices.names import UnknownNameError
 from lightning_hetero.simulate.planning.units import MOST_NUMBER, parse_count
 from lightning_hetero.simulate.planning.wording import check_name, counted
 
@@ -25,6 +26,7 @@ LEAST_SECONDS = 1e-15
 """Least time of a sample; published ones of the smallest models are 1e-13 seconds."""
 
 
+@checked_keywords
 @dataclass(frozen=True, slots=True)
 class Worker:
     """A worker: its time for a batch, what disturbs and bounds it, and what it costs.
@@ -88,6 +90,7 @@ class Worker:
         return (self.q + self.k) * batch_size + self.s + self.m
 
 
+@checked_keywords
 @dataclass(frozen=True, slots=True)
 class Link:
     """Time in which the gradients of a step are averaged: measured, or from their size and the link's rate.
@@ -165,6 +168,7 @@ class Link:
         return replace(self, rate=self.rate * factor)
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class Cluster:
     """Workers and their link.

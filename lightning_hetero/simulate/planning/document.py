@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from lightning_hetero.simulate.devices.names import closest
+from lightning_hetero.core.keywords import closest
 
 __all__ = ["DocumentError", "Entry", "read_document"]
 

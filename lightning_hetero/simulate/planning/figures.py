@@ -12,6 +12,8 @@ import numpy.typing as npt
 
 from lightning_hetero.core.batching.integer_split import even_sizes
 from lightning_hetero.core.batching.optperf import solve_optperf
+from lightning_hetero.core.keywords import checked_keywords
+from lightning_hetero.core.timing.expected_maximum import expected_maximum
 from lightning_hetero.core.timing.step_time import ClusterTimeModel
 from lightning_hetero.simulate.planning.answer import Epoch, LinkAnswer, PlanAnswer, WorkerAnswer
 from lightning_hetero.simulate.planning.cluster import Cluster
@@ -35,6 +37,7 @@ LINK_SHARE = 0.95
 """Share of the speed with an infinite link at which a link counts as fast enough."""
 
 
+@checked_keywords
 def plan_cluster(cluster: Cluster, total_batch_size: int | None = None, samples: int | None = None) -> PlanAnswer:
     """Return the figures of the best plan for a cluster.
 
@@ -148,8 +151,6 @@ def expected_step(cluster: Cluster, model: ClusterTimeModel, sizes: npt.NDArray[
     finish = model.finish_times(b)
     if not deviation.any():
         return float(finish.max()), 0.0
-    from lightning_hetero.core.timing.expected_maximum import expected_maximum  # loads SciPy
-
     return expected_maximum(finish, deviation)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.simulate.devices.catalog import published_devices
 from lightning_hetero.simulate.planning.answer import Epoch
 from lightning_hetero.simulate.planning.cluster import Cluster, Link
@@ -95,6 +96,7 @@ def link_profile(link: Link, workers: int) -> "LinkProfile":
     return LinkProfile(latency=(t_o + t_u) / buckets, buckets=buckets, gamma=link.gamma)
 
 
+@checked_keywords
 def simulate_cluster(
     cluster: Cluster,
     total_batch_size: int | None = None,

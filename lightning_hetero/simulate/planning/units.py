@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from lightning_hetero.simulate.devices.names import closest
+from lightning_hetero.core.keywords import closest
 
 __all__ = [
     "format_rate",

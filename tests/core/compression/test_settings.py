@@ -31,7 +31,8 @@ def test_settings_in_a_string():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("topk", "allowed are 'block_topk'"),
+        ("topk", "Did you mean 'block_topk'? Allowed are 'block_topk'"),
+        ("zip", "allowed are 'block_topk'"),
         ("", "give one of"),
         ("block_topk(0.03)", "give one of"),
         ("block_topk(density=f(1))", "give one of"),

@@ -23,6 +23,7 @@ from lightning_hetero.compression.encoder_choice import encoder_for
 from lightning_hetero.compression.encoder_protocol import DeviceEncoder, HostEncoder
 from lightning_hetero.compression.wire_format import MessageFormat
 from lightning_hetero.core.compression.settings import BlockTopK
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.link.message_size import MessageSize
 from lightning_hetero.core.validation import check_number
 from lightning_hetero.optim.sparse.lazy_update import LazyUpdate
@@ -31,6 +32,7 @@ from lightning_hetero.optim.sparse.warmup import kernels_work
 __all__ = ["BlockTopKAverager"]
 
 
+@checked_keywords
 class BlockTopKAverager(GradientAverager):
     """Averager that exchanges the messages of :class:`~lightning_hetero.core.compression.settings.BlockTopK`.
 

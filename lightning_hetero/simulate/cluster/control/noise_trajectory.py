@@ -5,12 +5,14 @@ from typing import Any
 
 import numpy as np
 
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.validation import check_number
 
 __all__ = ["NoiseTrajectory"]
 
 
+@checked_keywords
 class NoiseTrajectory:
     """Noise scale that grows, or falls, with the samples, seen through the estimator of a run.
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero.callbacks._elastic import ElasticCallback
 from lightning_hetero.callbacks._lightning import callbacks_of
-from lightning_hetero.core.validation import check_names
+from lightning_hetero.core.keywords import check_names
 from lightning_hetero.elastic import ElasticConfig, ElasticEngine, MergeRecord
 from lightning_hetero.frontend.loaders import NOT_MET, batches_of, stream_of, unsupported_reason, with_batch_sampler
 from lightning_hetero.frontend.log import log, show_log

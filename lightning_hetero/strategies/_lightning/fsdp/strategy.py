@@ -20,7 +20,8 @@ from lightning_hetero.callbacks._lightning import callbacks_of
 from lightning_hetero.comm.gradients.requirements import check_rescaled
 from lightning_hetero.comm.gradients.sharded_groups import ShardedGroups
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.validation import check_int, check_names
+from lightning_hetero.core.keywords import check_names
+from lightning_hetero.core.validation import check_int
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.log import show_log
 from lightning_hetero.strategies._arguments import refuse_for_own_loops
@@ -50,8 +51,7 @@ class HeteroFSDPMixin(UnevenStepsMixin):
     """Sharded data-parallel training (FSDP2) on unequal workers, with the gradients of a single process.
 
     Parameters, gradients and the optimizer's state are sharded evenly, batches are split unevenly, as by
-    ``hetero_ddp``. If ``configure_model`` does not call ``fully_shard``, the strategy shards the module: blocks, then
-    each network.
+    ``hetero_ddp``. If ``configure_model`` calls no ``fully_shard``, the strategy shards blocks, then each network.
 
     Args:
         policy: policy that splits the batch: ``"perf_model"`` (default), ``"pid"``, ``"static"`` or ``"even"``.
