@@ -11,9 +11,11 @@ from lightning_hetero.simulate.devices.names import closest
 
 __all__ = ["COMMANDS", "main"]
 
+SCRIPT = "[options] script [its arguments]"
+CLUSTER = "[options] [CLUSTER]"
 COMMANDS = {
     "completion": Command(
-        "completion", "{bash,zsh,tcsh}", "write the script that completes this command in a shell", "completion"
+        "completion", "{bash,zsh,tcsh}", "write the script that completes this command", "completion"
     ),
     "config": Command(
         "configure", "[options]", "ask for the settings and write an Accelerate config file with them", "accelerate"
@@ -23,29 +25,20 @@ COMMANDS = {
     ),
     "launch": Command(
         "launch",
-        "[options] script [its arguments]",
+        SCRIPT,
         "start a script as `accelerate launch` does, with a `hetero_config`",
         "accelerate",
         extends=True,
     ),
     "plan": Command(
-        "plan",
-        "[options] [CLUSTER]",
-        "say how fast a cluster would train, and what a worker, the link or a price changes",
+        "plan", CLUSTER, "say how fast a cluster would train, and what a worker, the link or a price changes"
     ),
-    "profile": Command(
-        "profile",
-        "[options] script [its arguments]",
-        "time this device for a script, so that `plan` can be asked about it",
-    ),
+    "profile": Command("profile", SCRIPT, "time this device for a script, so that `plan` can be asked about it"),
     "profile-convergence": Command(
-        "profile_convergence",
-        "[options] script [its arguments]",
-        "measure what compression, stale gradients and batch sizes cost in loss",
-        "demo",
+        "profile_convergence", SCRIPT, "measure what compression, stale gradients and batch sizes cost in loss", "demo"
     ),
     "simulate": Command(
-        "simulate", "[options] [CLUSTER]", "simulate how the split of a cluster develops over the steps of a training"
+        "simulate", CLUSTER, "simulate how the split of a cluster develops over the steps of a training"
     ),
 }
 """Sub-commands by name; a new one is a line here and a module with ``add_options`` and ``run``."""

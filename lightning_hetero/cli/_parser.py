@@ -66,9 +66,8 @@ class Parser(argparse.ArgumentParser):
         name = first.split("=")[0]
         if not name.startswith("-"):
             self.error(f"unexpected argument {first!r}.")
-        options = [
-            text for text in reversed(self._option_string_actions) if text.startswith("--")
-        ]  # --a_b before --a-b
+        known = reversed(self._option_string_actions)  # the first counts, and --a_b stands before --a-b
+        options = [text for text in known if text.startswith("--")]
         self.error(f"unknown option {name}.{closest(name, options)}")
 
 

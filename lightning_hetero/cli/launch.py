@@ -7,6 +7,8 @@ environment variables; everything else, including all options, goes to ``acceler
 import argparse
 import contextlib
 import os
+import subprocess
+import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -16,6 +18,7 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command, launch_command_parser
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from lightning_hetero.accelerate.plugin import (
     NAMES,
@@ -97,6 +100,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Start a script on all workers of this machine.
 
+    Returns:
+        0, or the exit code of a script that fails; 1 if it is one of several workers.
+
     Raises:
         UserError: if a setting is wrong, or the workers would train alone.
     """
@@ -114,7 +120,19 @@ def run(options: argparse.Namespace) -> int:
     _start_cpu_workers(options, config)
     with _config_file(config) as path:
         options.config_file = path
+        return _launched(options)
+
+
+def _launched(options: Namespace) -> int:
+    """Start the workers and return an exit code; a script that fails has said why."""
+    try:
         launch_command(options)
+    except subprocess.CalledProcessError as error:
+        sys.stderr.write(f"lightning-hetero launch: the script ended with exit code {error.returncode}.\n")
+        return error.returncode if error.returncode > 0 else 1
+    except ChildFailedError as error:
+        sys.stderr.write(f"lightning-hetero launch: {error}\n")
+        return 1
     return 0
 
 

@@ -14,9 +14,9 @@ __all__ = ["SCHEMA", "document", "without_names"]
 SCHEMA = 1
 """Version of the document; it rises when a key changes its meaning or goes."""
 ADDRESS = re.compile(
-    r"\b\d{1,3}(?:\.\d{1,3}){3}\b"  # version 4; the other two are version 6
+    r"(?<![\w:])[0-9a-fA-F:]*::[0-9a-fA-F:.]*[0-9a-fA-F]"  # version 6, shortened and not; version 4
     r"|\b(?:[0-9a-fA-F]{1,4}:){3,7}[0-9a-fA-F]{1,4}\b"
-    r"|(?<![\w:])[0-9a-fA-F:]*::[0-9a-fA-F:]+"
+    r"|\b\d{1,3}(?:\.\d{1,3}){3}\b"
 )
 PRIVATE = ("MASTER_ADDR",)
 
@@ -70,7 +70,9 @@ def without_names(value: Any, hosts: tuple[str, ...]) -> Any:
     if not isinstance(value, str):
         return value
     for place, host in sorted(enumerate(hosts), key=lambda pair: -len(pair[1])):
-        value = re.sub(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", f"host {place}", value) if host else value
+        value = (
+            re.sub(rf"(?<![\w.-]){re.escape(host)}(?![\w-])(?:\.[\w-]+)*", f"host {place}", value) if host else value
+        )
     value = ADDRESS.sub("ADDRESS", value)
     return re.sub(r"(?<![\w.])/(?:[\w.@+-]+/)*[\w.@+-]+", "FOLDER", value) if _has_path(value) else value
 

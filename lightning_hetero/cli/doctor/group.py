@@ -100,8 +100,8 @@ class Ranks:
             dist.destroy_process_group()
 
     def _measured(self, what: str, measure: Callable[[], Any], limit: float) -> Any:
-        guard = threading.Timer(limit, self._give_up, (f"rank {self.job.rank} did not come back from {what!r} within "
-                                                       f"{limit:g} s.",))  # fmt: skip
+        sentence = f"rank {self.job.rank} did not come back from {what!r} within {limit:g} s."
+        guard = threading.Timer(limit, self._give_up, (sentence,))
         guard.daemon = True
         guard.start()
         try:

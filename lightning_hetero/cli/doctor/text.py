@@ -58,53 +58,33 @@ def _ranks(checkup: Checkup, hosts: bool) -> list[str]:
         return []
     fastest = max((speed.flops for speed in checkup.speeds.values()), default=1.0)
     rows = [_row(checkup, row, checkup.speeds.get(row.rank), fastest, hosts) for row in checkup.rows[:MOST_ROWS]]
-    speed = f"{checkup.precision}, {checkup.seconds:g} s"
-    header = (
-        checkup.unit,
-        "machine",
-        "device",
-        "free memory",
-        "cores",
-        "threads",
-        speed,
-        "of the fastest",
-        "over time",
-    )
-    cells = [header, *rows]
-    if len(checkup.hosts) == 1 and not hosts:
-        cells = [_without(line, "machine", header) for line in cells]
-    if len(rows) == 1:
-        cells = [_without(line, "of the fastest", header) for line in cells]
-    place = cells[0].index("device", 1)
-    width = max(len(line[place]) for line in cells)
-    aligned = [(*line[:place], line[place].ljust(width), *line[place + 1 :]) for line in cells]
-    lines = table(aligned[1:], aligned[0])
+    hidden = {"machine": len(checkup.hosts) == 1 and not hosts, "of the fastest": len(rows) == 1}
+    shown = [column for column in rows[0] if not hidden.get(column)]
+    width = max(len(row["device"]) for row in rows)
+    named = {"speed": f"{checkup.precision}, {checkup.seconds:g} s", "device": "device".ljust(width)}
+    lines = [tuple(row[name].ljust(width if name == "device" else 0) for name in shown) for row in rows]
+    found = table(lines, tuple(named.get(name, name) for name in shown))
     if len(checkup.rows) > MOST_ROWS:
-        lines.append(f"... and {len(checkup.rows) - MOST_ROWS} more (--json lists all)")
-    return lines
+        found.append(f"... and {len(checkup.rows) - MOST_ROWS} more (--json lists all)")
+    return found
 
 
-def _without(line: tuple[str, ...], column: str, header: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a line without a column; only the last of two may be left out before."""
-    place = header.index(column)
-    return (*line[:place], *line[place + 1 :])
-
-
-def _row(checkup: Checkup, row: ProcessFacts, speed: Speed | None, fastest: float, hosts: bool) -> tuple[str, ...]:
+def _row(checkup: Checkup, row: ProcessFacts, speed: Speed | None, fastest: float, hosts: bool) -> dict[str, str]:
+    """Return the cells of a row by column."""
     device = row.device
-    name = shortened(f"{device.name}{f' ({device.capability})' if device.capability else ''}")
+    capability = f" ({device.capability})" if device.capability else ""
     driver = "" if speed is None or speed.clock is None else f", {speed.clock:.0f} MHz, {speed.power:.0f} W"
-    return (
-        str(row.rank),
-        row.host if hosts else str(checkup.hosts.index(row.host)),
-        name,
-        f"{device.free / 1e9:.3g} of {device.memory / 1e9:.3g} GB",
-        f"{row.cores:.3g}",
-        str(row.threads),
-        "failed" if speed is None else f"{format_flops(speed.flops)}{driver}",
-        "-" if speed is None else percent(speed.flops / fastest),
-        _over_time(speed),
-    )
+    return {
+        checkup.unit if checkup.unit == "rank" else "": str(row.rank),
+        "machine": row.host if hosts else str(checkup.hosts.index(row.host)),
+        "device": shortened(f"{device.name}{capability}"),
+        "free memory": f"{device.free / 1e9:.3g} of {device.memory / 1e9:.3g} GB",
+        "cores": f"{row.cores:.3g}",
+        "threads": str(row.threads),
+        "speed": "-" if speed is None else f"{format_flops(speed.flops)}{driver}",
+        "of the fastest": "-" if speed is None else percent(speed.flops / fastest),
+        "over time": _over_time(speed),
+    }
 
 
 def _over_time(speed: Speed | None) -> str:
