@@ -15,6 +15,8 @@ FILES = ("cluster", "config_file", "output", "picture", "script", "training_scri
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the argument of ``completion``."""
+    where = "~/.local/share/bash-completion/completions/lightning-hetero"
+    parser.epilog = f"For bash: lightning-hetero completion bash > {where}, and open a new shell."
     parser.add_argument("shell", choices=SHELLS, help="shell that the script is for")
 
 

@@ -15,6 +15,7 @@ MOST_SECONDS = 3600.0
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``doctor``."""
+    parser.epilog = "All ranks of a job and their links: torchrun --nproc-per-node N -m lightning_hetero doctor"
     add = parser.add_argument
     seconds = "how long each device multiplies matrices (default 5); throttling may need more"
     add("--seconds", type=option(_seconds), default=5.0, metavar="X", help=seconds)

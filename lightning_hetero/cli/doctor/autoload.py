@@ -45,7 +45,7 @@ class Autoload:
 
     @property
     def works(self) -> bool:
-        """Whether a script needs no import of ours."""
+        """True if a script needs no import of ours."""
         return len(self.names) == len(NAMES)
 
     def sentence(self) -> str:

@@ -81,7 +81,7 @@ class Examination:
 
     @property
     def speaks(self) -> bool:
-        """Whether this process writes what was found."""
+        """True if this process writes what was found."""
         return self.job.rank == 0 or self.job.alone
 
     def go(self) -> None:

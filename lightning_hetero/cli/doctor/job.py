@@ -34,7 +34,7 @@ class Job:
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other process."""
+        """True if there is no other process."""
         return self.world_size == 1
 
 
