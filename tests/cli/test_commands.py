@@ -1,14 +1,18 @@
 """The command line as a whole: help, typos, short errors, ``python -m``, completion, and what it does not import."""
 
 import io
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from lightning_hetero import __version__, cli
 from lightning_hetero.cli import COMMANDS
 from lightning_hetero.cli._parser import Command, UserError, build_parser
+
+PAGE = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
 
 
 def refused(capsys, *arguments):
@@ -49,6 +53,15 @@ def test_an_error_is_short_and_has_the_nearest_name(arguments, told, capsys):
     assert usage.startswith(f"usage: {program} ")
     assert error.startswith(f"{program}: error: ")
     assert hint == f"Options: {program} --help"
+
+
+def test_the_page_shows_an_error_as_it_is(capsys):
+    ((command, shown),) = re.findall(r"^\$ lightning-hetero (plan B --toal.*)\n((?s:.*?))^```$", PAGE, re.M)
+    assert refused(capsys, *command.split()) == shown
+
+
+def test_the_page_has_every_command():
+    assert set(re.findall(r"^\| `lightning-hetero ([\w-]+)` \|", PAGE, re.M)) == set(COMMANDS)
 
 
 def test_help_lists_the_commands_and_help_of_each_its_options(capsys):
