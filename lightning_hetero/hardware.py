@@ -12,7 +12,17 @@ import torch
 
 from lightning_hetero.core.batching.peak_flops import cpu_peak_flops, gpu_peak_flops
 
-__all__ = ["call_device", "capacity", "cpu_quota", "cpu_share", "device_name", "identity", "probe_largest_batch"]
+__all__ = [
+    "call_device",
+    "capacity",
+    "cpu_quota",
+    "cpu_share",
+    "device_name",
+    "identity",
+    "memory_limit",
+    "probe_largest_batch",
+]
+
 
 log = logging.getLogger(__name__)
 
@@ -76,25 +86,45 @@ def cpu_quota() -> float | None:
     return quota if quota < torch.get_num_threads() else None
 
 
+def memory_limit() -> int | None:
+    """Return the bytes of memory that a cgroup allows this process, ``None`` without a limit (version 1 or 2)."""
+    limits = [limit for folder in _cgroup_folders("memory") for limit in _limit(folder)]
+    return min(limits, default=None)
+
+
+def _limit(folder: Path) -> list[int]:
+    """Return the limit of a memory cgroup in a list, which is empty if it has none or does not show it."""
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        try:
+            limit = int((folder / name).read_text())
+        except (OSError, ValueError):  # "max" is no limit
+            continue
+        return [limit] if limit < 1 << 60 else []  # version 1 writes "none" as almost 2 ** 63
+    return []
+
+
 def _cgroup_quotas() -> list[float]:
     """Return the quotas, in cores, of this process's cgroup and of every cgroup around it."""
     quotas = []
+    for folder in _cgroup_folders("cpu"):
+        quotas += _quota([folder / "cpu.max"]) or _quota([folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us"])
+    return quotas
+
+
+def _cgroup_folders(controller: str) -> list[Path]:
+    """Return the folders of this process's cgroup of a controller, and of every cgroup around it."""
+    folders = []
     try:
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if not controllers:
-                root, names = "/sys/fs/cgroup", ["cpu.max"]
-            elif "cpu" in controllers.split(","):
-                root, names = "/sys/fs/cgroup/cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
-            else:
+            if controllers and controller not in controllers.split(","):
                 continue
+            root = "/sys/fs/cgroup" if not controllers else f"/sys/fs/cgroup/{controller}"
             parts = [part for part in path.split("/") if part]
-            for depth in range(len(parts), -1, -1):
-                folder = Path("/".join([root, *parts[:depth]]))
-                quotas += _quota([folder / name for name in names])
+            folders += [Path("/".join([root, *parts[:depth]])) for depth in range(len(parts), -1, -1)]
     except (OSError, ValueError):
-        log.debug("no CPU quota could be read", exc_info=True)
-    return quotas
+        log.debug("the cgroup of this process could not be read", exc_info=True)
+    return folders
 
 
 def _quota(files: list[Path]) -> list[float]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero import hardware
-from lightning_hetero.hardware import capacity, cpu_quota, cpu_share, identity, probe_largest_batch
+from lightning_hetero.hardware import capacity, cpu_quota, cpu_share, identity, memory_limit, probe_largest_batch
 
 CPU = torch.device("cpu")
 
@@ -56,6 +56,28 @@ V1_FOLDER = "sys/fs/cgroup/cpu/job/7/cpu.cfs"
 def test_cores_under_a_quota(machine, files, cores):
     machine(files)
     assert cpu_share() == cores
+
+
+V1_MEMORY = "sys/fs/cgroup/memory/job/7/memory.limit_in_bytes"
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        ({}, None),
+        ({**V2, "sys/fs/cgroup/job/7/memory.max": "1000\n"}, 1000),
+        ({**V2, "sys/fs/cgroup/job/7/memory.max": "max\n"}, None),
+        ({**V2, "sys/fs/cgroup/job/7/memory.max": "max\n", "sys/fs/cgroup/job/memory.max": "2000\n"}, 2000),
+        ({**V2, "sys/fs/cgroup/job/7/memory.max": "3000\n", "sys/fs/cgroup/memory.max": "2000\n"}, 2000),
+        ({**V1, V1_MEMORY: "4000\n"}, 4000),
+        ({**V1, V1_MEMORY: "9223372036854771712\n"}, None),
+        ({**V1, "sys/fs/cgroup/cpu/job/7/memory.limit_in_bytes": "5\n"}, None),
+    ],
+    ids=str,
+)
+def test_memory_under_a_limit(machine, files, limit):
+    machine(files)
+    assert memory_limit() == limit
 
 
 @pytest.mark.parametrize(("threads", "quota", "cores"), [(1, 1.5, None), (2, 1.5, 1.5), (2, 2.0, None)])

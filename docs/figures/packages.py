@@ -96,6 +96,7 @@ def statements(root: Path) -> list[tuple[str, str]]:
     files = {
         ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
         for path in sorted((root / PACKAGE).rglob("*.py"))
+        if path.name != "__main__.py"  # which opens the package itself, as `__init__.py` does
     }
     return [
         (name, other)

@@ -1,39 +1,60 @@
-"""The command ``lightning-hetero``: a table of subcommands, each in its own module, which is imported when it runs."""
+"""The command ``lightning-hetero``: a table of sub-commands, each in its own module, which is imported when it runs."""
 
 import errno
-import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lightning_hetero import __version__
+from lightning_hetero.cli._parser import Command, UserError, build_parser
+from lightning_hetero.simulate.devices.names import closest
 
 __all__ = ["COMMANDS", "main"]
 
+SCRIPT = "[options] script [its arguments]"
+CLUSTER = "[options] [CLUSTER]"
 COMMANDS = {
-    "config": ("configure", "accelerate", "ask for the settings and write an Accelerate config file with them"),
-    "launch": ("launch", "accelerate", "start a script as `accelerate launch` does, with a `hetero_config`"),
-    "plan": ("plan", "demo", "say how fast a cluster would train, and what a worker, the link or a price changes"),
-    "profile": ("profile", "demo", "time this device for a script, so that `plan` can be asked about it"),
-    "profile-convergence": (
-        "profile_convergence",
-        "demo",
-        "measure what compression, stale gradients and batch sizes cost in loss",
+    "completion": Command(
+        "completion", "{bash,zsh,tcsh}", "write the script that completes this command", "completion"
     ),
-    "simulate": ("simulate", "demo", "simulate how the split of a cluster develops over the steps of a training"),
+    "config": Command(
+        "configure", "[options]", "ask for the settings and write an Accelerate config file with them", "accelerate"
+    ),
+    "doctor": Command(
+        "doctor", "[options]", "check versions, devices, memory and links, and say what slows a training down"
+    ),
+    "launch": Command(
+        "launch",
+        SCRIPT,
+        "start a script as `accelerate launch` does, with a `hetero_config`",
+        "accelerate",
+        extends=True,
+    ),
+    "plan": Command(
+        "plan", CLUSTER, "say how fast a cluster would train, and what a worker, the link or a price changes"
+    ),
+    "profile": Command("profile", SCRIPT, "time this device for a script, so that `plan` can be asked about it"),
+    "profile-convergence": Command(
+        "profile_convergence", SCRIPT, "measure what compression, stale gradients and batch sizes cost in loss", "demo"
+    ),
+    "simulate": Command(
+        "simulate", CLUSTER, "simulate how the split of a cluster develops over the steps of a training"
+    ),
 }
-"""Name of each subcommand -> module here with ``main(argv) -> exit code``, extra that it needs, and what it does."""
+"""Sub-commands by name; a new one is a line here and a module with ``add_options`` and ``run``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand.
+    """Run a sub-command.
 
     Args:
         argv: arguments without the program's name; those of the process by default.
 
     Returns:
-        The exit code: 2 for wrong arguments or a package that is not installed, else that of the subcommand, 0 if it
-        succeeds.
+        The exit code of the sub-command, 0 if it succeeds; 2 for a package that is not installed.
+
+    Raises:
+        SystemExit: with exit code 2 for wrong arguments, and 0 for ``--help`` of a sub-command.
 
     Example:
         >>> main(["--version"])
@@ -45,35 +66,59 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in ("--version", "-V"):
         sys.stdout.write(f"{__version__}\n")
         return 0
-    if name in ("--help", "-h"):
-        sys.stdout.write(_usage())
-        return 0 if arguments else 2
     if name not in COMMANDS:
-        sys.stderr.write(f"lightning-hetero: unknown command {name!r}. Commands are {', '.join(COMMANDS)}.\n")
-        return 2
-    module, extra, _ = COMMANDS[name]
+        parser, _ = build_parser(COMMANDS, ())
+        if name in ("--help", "-h"):
+            sys.stdout.write(parser.format_help())
+            return 0 if arguments else 2
+        if name.startswith("-"):
+            parser.unknown([name])
+        parser.error(f"unknown command {name!r}.{closest(name, COMMANDS)} Commands are {', '.join(COMMANDS)}.")
+    return _guarded(name, lambda: _run(name, arguments))
+
+
+def _run(name: str, arguments: Sequence[str]) -> int:
+    """Parse the arguments of a sub-command and run it."""
+    command = COMMANDS[name]
     try:
-        command = importlib.import_module(f"{__name__}.{module}")
+        parser, parsers = build_parser(COMMANDS, (name,))
+        options, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            parsers[name].unknown(unknown)
+        code: int = command.load().run(options)
+    except UserError as error:
+        parsers[name].error(str(error))
     except ModuleNotFoundError as error:
-        sys.stderr.write(
-            f"lightning-hetero {name}: {error}. Install it with: pip install 'lightning-hetero[{extra}]'\n"
-        )
-        return 2
-    try:
-        code: int = command.main(arguments[1:])
-        sys.stdout.flush()
-    except BrokenPipeError:  # who reads, as `head` does, has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.name is None or error.name.startswith("lightning_hetero"):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.stderr.write(f"lightning-hetero {name}: {error.strerror}; free some space, or write to another place.\n")
-        return 1
+        extra = f"lightning-hetero[{command.extra}]" if command.extra else error.name
+        sys.stderr.write(f"lightning-hetero {name}: {error}. Install it with: pip install '{extra}'\n")
+        return 2
+    sys.stdout.flush()
     return code
 
 
-def _usage() -> str:
-    lines = [f"  {name:21}{what}" for name, (_, _, what) in COMMANDS.items()]
-    return "\n".join(["usage: lightning-hetero COMMAND [arguments]", "", *lines, ""])
+def _guarded(name: str, run: Callable[[], int]) -> int:
+    """Run and say in a line what the user or the machine is the cause of: an interrupt, a file, a full disk."""
+    try:
+        return run()
+    except KeyboardInterrupt:
+        sys.stderr.write(f"\nlightning-hetero {name}: interrupted\n")
+        return 130
+    except BrokenPipeError:  # who reads, as `head` does, has read enough
+        _discard_output()
+        return 1
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            _discard_output()
+            why = f"{error.strerror}; free some space, or write to another place."
+        elif isinstance(error.filename, str):
+            why = f"{error.filename}: {error.strerror}. Give a file that can be read or written."
+        else:
+            raise
+        sys.stderr.write(f"lightning-hetero {name}: {why}\n")
+        return 1
+
+
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

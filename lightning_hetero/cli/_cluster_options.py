@@ -2,12 +2,12 @@
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
+from lightning_hetero.cli._parser import Parser
 from lightning_hetero.core.keywords import closest
 from lightning_hetero.simulate.devices.catalog import (
     cluster_devices,
@@ -43,7 +43,6 @@ __all__ = [
     "given_of",
     "list_published",
     "option",
-    "parsed",
     "write_json",
 ]
 
@@ -62,8 +61,9 @@ def option(parse: Callable[[str], T]) -> Callable[[str], T]:
     return _parsed
 
 
-def add_cluster_options(parser: argparse.ArgumentParser) -> None:
+def add_cluster_options(parser: Parser) -> None:
     """Add the options."""
+    parser.accept_negative_values()
     add = parser.add_argument
     what = "a YAML or recorded file, a published cluster ('B'), or devices ('4xA100,8xRTX6000')"
     add("cluster", nargs="?", metavar="CLUSTER", help=what)
@@ -82,31 +82,6 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     picture = "draw it, too (.png, .svg, .pdf); needs Matplotlib"
     add("--picture", type=option(check_picture), metavar="FILE", help=picture)
     add("--list", action="store_true", help="list the devices, workloads and clusters of the papers, and end")
-
-
-def parsed(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace | None:
-    """Return the options of a command, ``None`` if ``--list`` was all that they asked for."""
-    options = parser.parse_args(joined_negatives(argv))
-    if options.list:
-        list_published(as_json=options.json)
-        return None
-    return options
-
-
-def joined_negatives(argv: Sequence[str]) -> list[str]:
-    """Return the arguments with a negative number as part of the option before it, so that its parser is asked.
-
-    Example:
-        >>> joined_negatives(["A", "--link", "-1Gbit", "--json"])
-        ['A', '--link=-1Gbit', '--json']
-    """
-    found: list[str] = []
-    for text in argv:
-        if found and re.fullmatch(r"--\w[\w-]*", found[-1]) and re.match(r"-\.?(?:\d|inf)", text):
-            found[-1] += f"={text}"
-        else:
-            found.append(text)
-    return found
 
 
 def given_of(options: argparse.Namespace) -> Given:

@@ -8,13 +8,13 @@ from typing import Any
 
 import yaml
 
-from lightning_hetero.accelerate.plugin import SECTION, HeteroPlugin, parsed
-from lightning_hetero.cli.launch import devices
+from lightning_hetero.cli._parser import UserError
 from lightning_hetero.core.compression.settings import COMPRESSORS, BlockTopK
 from lightning_hetero.core.policies import DEFAULT, NAMED
 from lightning_hetero.core.validation import check_choice
+from lightning_hetero.simulate.planning.wording import counted
 
-__all__ = ["QUESTIONS", "ask_settings", "main"]
+__all__ = ["QUESTIONS", "add_options", "ask_settings", "default_workers", "run"]
 
 QUESTIONS: tuple[tuple[str, str, str], ...] = (
     ("policy", f"Who splits the batch ({', '.join(NAMED)}, or none for a fixed split)", DEFAULT),
@@ -31,19 +31,32 @@ QUESTIONS: tuple[tuple[str, str, str], ...] = (
 PRECISIONS = ("no", "fp16", "bf16")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Ask on the terminal and write the file; all but our section of it stays as it is."""
-    parser = argparse.ArgumentParser(prog="lightning-hetero config", description="Write an Accelerate config file.")
-    parser.add_argument("--config_file", default="hetero_config.yaml", help="file to write, or to add the section to")
-    path = parser.parse_args(list(argv)).config_file
+MOST_CPU_WORKERS = 4
+"""Most workers that are proposed for a machine without GPUs; each is a process with a model of its own."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``config``."""
+    what = "file to write, or to add the section to (default hetero_config.yaml)"
+    parser.add_argument("--config_file", "--config-file", default="hetero_config.yaml", metavar="FILE", help=what)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Ask on the terminal and write the file; all but our section of it stays as it is.
+
+    Raises:
+        UserError: if the file cannot be read or written; that is found before the first question.
+    """
+    from lightning_hetero.accelerate.plugin import SECTION  # loads torch
+
+    path = options.config_file
+    config = _existing(path)
     try:
-        config = _existing(path) if os.path.isfile(path) else _base(_read_line)
+        config = config or _base(_read_line)
         config[SECTION] = ask_settings(_read_line, config.get("num_processes"))
     except EOFError:
         sys.stderr.write("lightning-hetero config: the answers ended early; nothing was written.\n")
         return 2
-    except ValueError as error:
-        parser.error(str(error))
     with open(path, "w", encoding="utf-8") as file:
         yaml.safe_dump(config, file, sort_keys=False)
     sys.stdout.write(f"wrote {path}; start with: lightning-hetero launch --config_file {path} script.py\n")
@@ -62,6 +75,8 @@ def ask_settings(read: Callable[[str], str], num_processes: int | None = None) -
         >>> ask_settings(lambda question: next(answers))
         {'policy': 'pid'}
     """
+    from lightning_hetero.accelerate.plugin import HeteroPlugin, parsed  # loads torch
+
     settings: dict[str, Any] = {}
     for name, question, default in QUESTIONS:
         if name == "density" and settings.get("compression") != "block_topk":
@@ -93,14 +108,36 @@ def _asked(read: Callable[[str], str], question: str, default: str, check: Calla
             sys.stderr.write(f"{error}\n")
 
 
+def default_workers(gpus: int, cores: float) -> tuple[int, str]:
+    """Return the number of workers that a machine suggests, and what it has in words.
+
+    Args:
+        gpus: accelerators that torch sees.
+        cores: cores that this process may use; they count where there is no accelerator.
+
+    Example:
+        >>> default_workers(2, 64.0), default_workers(0, 2.0), default_workers(0, 0.5), default_workers(0, 64.0)
+        ((2, '2 GPUs'), (2, 'no GPU and 2 cores'), (1, 'no GPU and 0.5 cores'), (4, 'no GPU and 64 cores'))
+    """
+    if gpus:
+        return gpus, counted(gpus, "GPU")
+    shown = "1 core" if cores == 1.0 else f"{cores:.3g} cores"
+    return max(1, min(int(cores), MOST_CPU_WORKERS)), f"no GPU and {shown}"
+
+
 def _base(read: Callable[[str], str]) -> dict[str, Any]:
     """Ask for the settings that Accelerate itself needs in a new file."""
+    from lightning_hetero.cli.launch import devices  # loads torch
+    from lightning_hetero.hardware import cpu_share
+
+    gpus = devices()
+    default, here = default_workers(gpus, cpu_share())
     config: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE"}
 
     def ask(name: str, question: str, default: str, check: Callable[[str, str], Any]) -> None:
         config[name] = _asked(read, question, default, lambda text: check(name, text))
 
-    ask("num_processes", "Number of workers on all machines", "2", _whole(1))
+    ask("num_processes", f"Number of workers on all machines; this one has {here}", str(default), _whole(1))
     workers = config["num_processes"]
     ask("num_machines", "Number of machines", "1", _choice([n for n in range(1, workers + 1) if workers % n == 0]))
     if config["num_machines"] > 1:
@@ -108,13 +145,7 @@ def _base(read: Callable[[str], str]) -> dict[str, Any]:
         ask("main_process_ip", "Address of the main machine", "", _address)
         ask("main_process_port", "Port of the main machine", "29500", _whole(1, 65535))
         config |= {"rdzv_backend": "static", "same_network": True}
-    here = "no GPU here" if devices() == 0 else "GPUs here"
-    ask(
-        "use_cpu",
-        f"Train on CPUs (true, false); torch sees {here}",
-        str(devices() == 0).lower(),
-        _choice([True, False]),
-    )
+    ask("use_cpu", f"Train on CPUs (true, false); torch sees {here}", str(not gpus).lower(), _choice([True, False]))
     ask("mixed_precision", f"Mixed precision ({', '.join(PRECISIONS)})", "no", _choice(PRECISIONS))
     config["distributed_type"] = "MULTI_CPU" if config["use_cpu"] else "MULTI_GPU"
     return config
@@ -149,10 +180,25 @@ def _address(name: str, text: str) -> str:
 
 
 def _existing(path: str) -> dict[str, Any]:
-    with open(path, encoding="utf-8") as file:
-        config = yaml.safe_load(file) or {}
+    """Return what the file has, empty if there is none yet.
+
+    Raises:
+        UserError: if it cannot be read or written, or is no config file.
+    """
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise UserError(f"--config_file {path}: the folder {folder} does not exist. Make it, or give another file.")
+    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise UserError(f"--config_file {path} cannot be written. Give the name of a file in a folder of yours.")
+    if not os.path.exists(path):
+        return {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            config = yaml.safe_load(file) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise UserError(f"--config_file {path} cannot be read: {error}. Give a YAML file, or a new name.") from error
     if not isinstance(config, dict):
-        raise ValueError(f"--config_file {path} is no Accelerate config file. Give another name.")
+        raise UserError(f"--config_file {path} is no Accelerate config file. Give another name.")
     return config
 
 

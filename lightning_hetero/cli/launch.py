@@ -4,18 +4,21 @@ Accelerate refuses keys that it does not know. So the launcher removes the secti
 environment variables; everything else, including all options, goes to ``accelerate launch`` unchanged.
 """
 
+import argparse
 import contextlib
 import os
+import subprocess
 import sys
 import tempfile
-from argparse import Action, ArgumentParser, HelpFormatter, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import yaml
 from accelerate.commands.config.config_args import default_config_file
-from accelerate.commands.launch import CustomHelpFormatter, launch_command, launch_command_parser
+from accelerate.commands.launch import launch_command, launch_command_parser
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from lightning_hetero.accelerate.plugin import (
     NAMES,
@@ -27,11 +30,12 @@ from lightning_hetero.accelerate.plugin import (
     parsed,
     with_density,
 )
+from lightning_hetero.cli._parser import UserError
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.policies import NAMED
 from lightning_hetero.frontend.log import log
 
-__all__ = ["devices", "hetero_environment", "main", "read_config"]
+__all__ = ["HelpFormatter", "add_options", "base_parser", "devices", "hetero_environment", "read_config", "run"]
 
 HELP = {
     "policy": f"{', '.join(NAMED[:-1])} or {NAMED[-1]}",
@@ -70,61 +74,67 @@ NO_ENTRY_POINT = (
 )
 
 
-def main(argv: Sequence[str]) -> int:
+class HelpFormatter(argparse.HelpFormatter):
+    """Formatter that shows every option once, with underscores; Accelerate's hides options by ``sys.argv``."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        """Show an option without its variants with hyphens, which work, too."""
+        action.option_strings = [text for text in action.option_strings if "-" not in text[2:]]
+        super().add_argument(action)
+
+
+def base_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``accelerate launch``."""
+    parser: argparse.ArgumentParser = launch_command_parser()
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--hetero_<setting>`` for each setting to Accelerate's options."""
+    parser.formatter_class = HelpFormatter
+    group = parser.add_argument_group(GROUP, "Settings of HeteroPlugin; they go before those of the file.")
+    for name in NAMES:
+        both = dict.fromkeys((f"--hetero_{name}", f"--hetero-{name.replace('_', '-')}"))
+        group.add_argument(*both, dest=f"hetero_{name}", default=None, metavar="VALUE", help=HELP[name])
+
+
+def run(options: argparse.Namespace) -> int:
     """Start a script on all workers of this machine.
 
-    Args:
-        argv: arguments of ``accelerate launch``, and ``--hetero_<setting>`` for each setting.
+    Returns:
+        0, or the exit code of a script that fails; 1 if it is one of several workers.
+
+    Raises:
+        UserError: if a setting is wrong, or the workers would train alone.
     """
-    parser = _parser()
-    with _called_as_accelerate(argv):
-        args = parser.parse_args(list(argv))
-    flags = {name: vars(args)[f"hetero_{name}"] for name in NAMES if vars(args)[f"hetero_{name}"] is not None}
+    given = vars(options)
+    flags = {name: given[f"hetero_{name}"] for name in NAMES if given[f"hetero_{name}"] is not None}
     try:
-        config, section = read_config(args.config_file or _default_config())
+        config, section = read_config(options.config_file or _default_config())
         environment = hetero_environment(section, flags, os.environ)
-        _check_devices(args, config or {}, devices())
+        _check_devices(options, config or {}, devices())
     except (TypeError, ValueError) as error:
-        parser.error(str(error))
+        raise UserError(str(error)) from error
     os.environ.update(environment)
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         log.warning(NO_ENTRY_POINT)
-    _start_cpu_workers(args, config)
+    _start_cpu_workers(options, config)
     with _config_file(config) as path:
-        args.config_file = path
-        launch_command(args)
-    return 0
+        options.config_file = path
+        return _launched(options)
 
 
-class _HelpFormatter(CustomHelpFormatter):
-    """Accelerate's formatter, which hides unknown groups of options, made to show ours."""
-
-    def add_argument(self, action: Action) -> None:
-        grouped: Any = action  # argparse does not declare the group of an argument
-        if grouped.container.title == GROUP:
-            action.option_strings = action.option_strings[:1]  # leave out the variant with hyphens, as Accelerate does
-            HelpFormatter.add_argument(self, action)
-        else:
-            super().add_argument(action)
-
-
-@contextlib.contextmanager
-def _called_as_accelerate(argv: Sequence[str]) -> Iterator[None]:
-    """Make ``sys.argv`` that of ``accelerate launch``, by which Accelerate's formatter decides what help to show."""
-    given, sys.argv = sys.argv, ["accelerate", "launch", *argv]
+def _launched(options: Namespace) -> int:
+    """Start the workers and return an exit code; a script that fails has said why."""
     try:
-        yield
-    finally:
-        sys.argv = given
-
-
-def _parser() -> ArgumentParser:
-    parser: ArgumentParser = launch_command_parser()
-    parser.prog, parser.formatter_class = "lightning-hetero launch", _HelpFormatter
-    group = parser.add_argument_group(GROUP, "Settings of HeteroPlugin; they go before those of the file.")
-    for name in NAMES:
-        group.add_argument(f"--hetero_{name}", default=None, metavar="VALUE", help=HELP[name])
-    return parser
+        launch_command(options)
+    except subprocess.CalledProcessError as error:
+        sys.stderr.write(f"lightning-hetero launch: the script ended with exit code {error.returncode}.\n")
+        return error.returncode if error.returncode > 0 else 1
+    except ChildFailedError as error:
+        sys.stderr.write(f"lightning-hetero launch: {error}\n")
+        return 1
+    return 0
 
 
 def _default_config() -> str | None:

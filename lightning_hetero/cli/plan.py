@@ -2,20 +2,32 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
 
-from lightning_hetero.cli._cluster_options import add_cluster_options, changed, cluster_of, drawn, parsed, write_json
+from lightning_hetero.cli._cluster_options import (
+    add_cluster_options,
+    changed,
+    cluster_of,
+    drawn,
+    list_published,
+    write_json,
+)
+from lightning_hetero.cli._parser import Parser
 from lightning_hetero.simulate.planning.figures import plan_cluster
 from lightning_hetero.simulate.planning.picture import draw_plan
 from lightning_hetero.simulate.planning.tables import compared_text, plan_text
 
-__all__ = ["main"]
+__all__ = ["add_options", "run"]
 
 
-def main(argv: Sequence[str]) -> int:
+def add_options(parser: Parser) -> None:
+    """Add the options of ``plan``."""
+    add_cluster_options(parser)
+
+
+def run(options: argparse.Namespace) -> int:
     """Plan a cluster; with ``--add`` or ``--drop``, the changed one beside it."""
-    options = parsed(_parser(), argv)
-    if options is None:
+    if options.list:
+        list_published(as_json=options.json)
         return 0
     try:
         cluster = cluster_of(options)
@@ -34,12 +46,3 @@ def main(argv: Sequence[str]) -> int:
     if options.picture:
         return drawn("plan", options.picture, lambda path: draw_plan(answer, path, after.name))
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lightning-hetero plan",
-        description="Say how a cluster would train: split, speed, idling, gain over even sizes, link, cost.",
-    )
-    add_cluster_options(parser)
-    return parser

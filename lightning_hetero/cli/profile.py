@@ -24,23 +24,35 @@ from lightning_hetero.simulate.planning.recorded import record
 from lightning_hetero.simulate.planning.units import format_seconds, parse_count, parse_number
 from lightning_hetero.simulate.planning.wording import check_name
 
-__all__ = ["fitted", "main"]
+__all__ = ["add_options", "fitted", "run"]
 
 MOST_JITTER = 0.15
 MOST_SIZE = 10**9
 OPTIONS = ("--output", "--name", "--steps", "--sizes", "--price", "--timeout", "--launcher")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measure the times of a script's steps and write the device's profile.
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``profile``."""
+    add = parser.add_argument
+    add("--output", type=Path, default=Path("device.json"), metavar="FILE", help="profile to write (device.json)")
+    add("--name", type=option(check_name), help="name of the device in plans (default: as torch names it)")
+    add("--steps", type=whole_option(2), default=12, metavar="N", help="steps to time at each size (default 12)")
+    sizes = "batch sizes in order (default: a quarter to twice the script's own, up and down)"
+    add("--sizes", type=option(_sizes), default=(), metavar="8,16,32", help=sizes)
+    add("--price", type=option(parse_number), metavar="X", help="price of an hour of this device, for the cost")
+    add("--timeout", type=seconds_option, default=1800.0, metavar="SECONDS", help="longest run (default 1800)")
+    starts = "what starts the script (default: this Python)"
+    add("--launcher", type=option(_launcher), default=[sys.executable], metavar="COMMAND", help=starts)
+    add("script", type=Path, help="script that trains with strategy='hetero_ddp' on one device")
+    add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
 
-    Args:
-        argv: options, the script, and the script's arguments.
+
+def run(options: argparse.Namespace) -> int:
+    """Measure the times of a script's steps and write the device's profile.
 
     Returns:
         0 if the profile is written, 1 if the script fails, 2 for wrong arguments, or sizes that the script cannot do.
     """
-    options = _parser().parse_args(list(argv))
     if not os.path.isfile(options.script):
         what = "is a folder" if os.path.isdir(options.script) else "does not exist"
         sys.stderr.write(
@@ -53,9 +65,9 @@ def main(argv: Sequence[str]) -> int:
             "exists.\n"
         )
         return 2
-    run = ScriptRun([*options.launcher, str(options.script), *options.arguments], timeout=options.timeout)
+    probes = ScriptRun([*options.launcher, str(options.script), *options.arguments], timeout=options.timeout)
     try:
-        report = run.ask(
+        report = probes.ask(
             lambda answer: ProbeOrder(answer, steps=options.steps, sizes=options.sizes),
             DeviceReport.read,
             "the training that times this device",
@@ -170,23 +182,3 @@ def _misplaced(arguments: Sequence[str]) -> str:
         f"\n{own[0]} stands after the script, so the script got it. If it is meant for `profile`, put it before the "
         f"script: lightning-hetero profile {own[0]} ... script.py."
     )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lightning-hetero profile",
-        description="Time a few steps of a script at several batch sizes on one device; writes the device's profile.",
-    )
-    add = parser.add_argument
-    add("--output", type=Path, default=Path("device.json"), metavar="FILE", help="profile to write (device.json)")
-    add("--name", type=option(check_name), help="name of the device in plans (default: as torch names it)")
-    add("--steps", type=whole_option(2), default=12, metavar="N", help="steps to time at each size (default 12)")
-    sizes = "batch sizes in order (default: a quarter to twice the script's own, up and down)"
-    add("--sizes", type=option(_sizes), default=(), metavar="8,16,32", help=sizes)
-    add("--price", type=option(parse_number), metavar="X", help="price of an hour of this device, for the cost")
-    add("--timeout", type=seconds_option, default=1800.0, metavar="SECONDS", help="longest run (default 1800)")
-    starts = "what starts the script (default: this Python)"
-    add("--launcher", type=option(_launcher), default=[sys.executable], metavar="COMMAND", help=starts)
-    add("script", type=Path, help="script that trains with strategy='hetero_ddp' on one device")
-    add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    return parser

@@ -15,49 +15,69 @@ from pathlib import Path
 
 import numpy as np
 
+from lightning_hetero.cli._parser import UserError
 from lightning_hetero.cli._script_run import ProbeError, ScriptRun, seconds_option, whole_option
 from lightning_hetero.core.compression.bayesian_search import profile_convergence
 from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile
 from lightning_hetero.probe_job import ProbeOrder, ProbeReport
 
-__all__ = ["ScriptProbes", "main", "ranges"]
+__all__ = ["ScriptProbes", "add_options", "ranges", "run"]
 
 
 MIN_STEPS = 8
 """Fewest batches of a probe training; with fewer, neither compression nor staleness has an effect."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run probe trainings of a script and write the profile.
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``profile-convergence``."""
+    add = parser.add_argument
+    add("--output", type=Path, default=Path("convergence.json"), metavar="FILE", help="profile to write")
+    add("--probes", type=whole_option(1), default=30, metavar="N", help="trainings besides the first (default 30)")
+    add("--samples", type=whole_option(1), metavar="N", help="samples of a training (default: half an epoch)")
+    add("--min-total", type=whole_option(1), metavar="N", help="least total batch (default: a quarter of the script's)")
+    add("--max-total", type=whole_option(1), metavar="N", help="greatest total batch (default: 4 times the script's)")
+    add("--seed", type=whole_option(0), default=0, metavar="N", help="of the choice of probes and the order of samples")
+    add("--timeout", type=seconds_option, default=3600.0, metavar="SECONDS", help="longest probe (default 3600)")
+    add(
+        "--launcher",
+        type=shlex.split,
+        default=[sys.executable],
+        metavar="COMMAND",
+        help="what starts the script, such as 'torchrun --nproc_per_node=2' (default: this Python)",
+    )
+    add("script", type=Path, help="script that trains with strategy='hetero_ddp'")
+    add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
 
-    Args:
-        argv: options, the script, and the script's arguments.
+
+def run(options: argparse.Namespace) -> int:
+    """Run probe trainings of a script and write the profile.
 
     Returns:
         0, or 1 if a probe training failed.
+
+    Raises:
+        UserError: if there is no such script, the output has no folder, or scikit-learn is not installed.
     """
-    parser = _parser()
-    args = parser.parse_args(list(argv))
-    output, part = args.output, Path(f"{args.output}.partial")
-    if not args.script.is_file():
-        parser.error(f"script={args.script} is no file; give the script that trains, then its arguments.")
+    output, part = options.output, Path(f"{options.output}.partial")
+    if not options.script.is_file():
+        raise UserError(f"script={options.script} is no file; give the script that trains, then its arguments.")
     if not output.parent.is_dir():
-        parser.error(f"--output {output}: the folder {output.parent} does not exist. Make it, or give another file.")
+        raise UserError(f"--output {output}: the folder {output.parent} does not exist. Make it, or give another file.")
     if find_spec("sklearn") is None:
-        parser.error("profiling needs scikit-learn. Install it with: pip install 'lightning-hetero[demo]'")
-    command = [*args.launcher, str(args.script), *args.arguments]
-    probes = ScriptProbes(command, seed=args.seed, timeout=args.timeout)
+        raise UserError("profiling needs scikit-learn. Install it with: pip install 'lightning-hetero[demo]'")
+    command = [*options.launcher, str(options.script), *options.arguments]
+    probes = ScriptProbes(command, seed=options.seed, timeout=options.timeout)
     try:
-        given = args.samples, args.min_total, args.max_total
+        given = options.samples, options.min_total, options.max_total
         samples, low, high = ranges(None if None not in given else probes.describe(), *given)
         probes.take(samples)
-        _say(f"{args.probes} probe trainings of {probes.samples} samples, total batches from {low} to {high}")
+        _say(f"{options.probes} probe trainings of {probes.samples} samples, total batches from {low} to {high}")
         profile = profile_convergence(
             probes,
             min_total=low,
             max_total=high,
-            probes=args.probes,
-            rng=np.random.default_rng(args.seed),
+            probes=options.probes,
+            rng=np.random.default_rng(options.seed),
             on_profile=lambda so_far: so_far.save(part),
         )
     except (ProbeError, ValueError, KeyboardInterrupt) as error:
@@ -186,28 +206,3 @@ def _range(profile: ConvergenceProfile) -> str:
 def _say(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lightning-hetero profile-convergence",
-        description="Short trainings of a script with other compression rates and batch sizes; writes what they cost.",
-    )
-    add = parser.add_argument
-    add("--output", type=Path, default=Path("convergence.json"), metavar="FILE", help="profile to write")
-    add("--probes", type=whole_option(1), default=30, metavar="N", help="trainings besides the first (default 30)")
-    add("--samples", type=whole_option(1), metavar="N", help="samples of a training (default: half an epoch)")
-    add("--min-total", type=whole_option(1), metavar="N", help="least total batch (default: a quarter of the script's)")
-    add("--max-total", type=whole_option(1), metavar="N", help="greatest total batch (default: 4 times the script's)")
-    add("--seed", type=whole_option(0), default=0, metavar="N", help="of the choice of probes and the order of samples")
-    add("--timeout", type=seconds_option, default=3600.0, metavar="SECONDS", help="longest probe (default 3600)")
-    add(
-        "--launcher",
-        type=shlex.split,
-        default=[sys.executable],
-        metavar="COMMAND",
-        help="what starts the script, such as 'torchrun --nproc_per_node=2' (default: this Python)",
-    )
-    add("script", type=Path, help="script that trains with strategy='hetero_ddp'")
-    add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    return parser

@@ -2,33 +2,44 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
 
 from lightning_hetero.cli._cluster_options import (
     add_cluster_options,
     changed,
     cluster_of,
     drawn,
+    list_published,
     option,
-    parsed,
     write_json,
 )
+from lightning_hetero.cli._parser import Parser
 from lightning_hetero.core.policies import NAMED
 from lightning_hetero.core.validation import check_choice
 from lightning_hetero.simulate.planning.learned import learned_text, simulate_cluster
 from lightning_hetero.simulate.planning.picture import draw_split
 from lightning_hetero.simulate.planning.units import parse_count
 
-__all__ = ["main"]
+__all__ = ["add_options", "run"]
 
 MOST_STEPS = 100_000
 MOST_SEED = 2**31
 
 
-def main(argv: Sequence[str]) -> int:
+def add_options(parser: Parser) -> None:
+    """Add the options of ``simulate``."""
+    add_cluster_options(parser)
+    add, names = parser.add_argument, tuple(NAMED)
+    add("--steps", type=option(_steps), default=200, metavar="N", help="steps to simulate (default 200)")
+    policies = f"who splits the batch: {', '.join(names)} (default perf_model)"
+    known = option(lambda text: str(check_choice("policy", text, names)))
+    add("--policy", type=known, default="perf_model", metavar="NAME", help=policies)
+    add("--seed", type=option(_seed), default=0, metavar="N", help="of the jitter (default 0)")
+
+
+def run(options: argparse.Namespace) -> int:
     """Simulate a cluster, after ``--add`` and ``--drop``."""
-    options = parsed(_parser(), argv)
-    if options is None:
+    if options.list:
+        list_published(as_json=options.json)
         return 0
     try:
         cluster = changed(cluster_of(options), options)
@@ -50,21 +61,6 @@ def main(argv: Sequence[str]) -> int:
             lambda path: draw_split(steps, result.sizes, shares, answer.names, path, cluster.name),
         )
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="lightning-hetero simulate",
-        description="Simulate a training on a cluster: the split over time, and how close to the optimum it comes.",
-    )
-    add_cluster_options(parser)
-    add, names = parser.add_argument, tuple(NAMED)
-    add("--steps", type=option(_steps), default=200, metavar="N", help="steps to simulate (default 200)")
-    policies = f"who splits the batch: {', '.join(names)} (default perf_model)"
-    known = option(lambda text: str(check_choice("policy", text, names)))
-    add("--policy", type=known, default="perf_model", metavar="NAME", help=policies)
-    add("--seed", type=option(_seed), default=0, metavar="N", help="of the jitter (default 0)")
-    return parser
 
 
 def _steps(text: str) -> int:

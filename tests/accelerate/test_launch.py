@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from accelerate.commands.launch import launch_command_parser
 
 from lightning_hetero import cli
 from lightning_hetero.accelerate.plugin import NAMES
+from lightning_hetero.cli import configure
 from lightning_hetero.cli.configure import ask_settings
 from lightning_hetero.cli.launch import hetero_environment, read_config
 from tests.helpers import free_port
@@ -185,7 +187,9 @@ def test_a_bad_flag_is_named_before_anything_starts(arguments, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["launch", *arguments, "script.py"])
     assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert message in told
+    assert told.startswith("usage: lightning-hetero launch [options] script [its arguments]\nlightning-hetero launch: ")
 
 
 def test_a_flag_goes_before_a_variable_before_the_section():
@@ -307,8 +311,8 @@ def test_config_of_several_machines_and_compression(tmp_path, monkeypatch, capsy
 
 @pytest.mark.parametrize(("gpus", "kind", "on_cpu"), [(0, "MULTI_CPU", True), (2, "MULTI_GPU", False)])
 def test_default_answers_fit_the_machine(gpus, kind, on_cpu, tmp_path, monkeypatch, started):
-    for command in ("configure", "launch"):
-        monkeypatch.setattr(f"lightning_hetero.cli.{command}.devices", lambda: gpus)
+    monkeypatch.setattr("lightning_hetero.cli.launch.devices", lambda: gpus)
+    monkeypatch.setattr("lightning_hetero.hardware.cpu_share", lambda: 2.0)
     path = str(tmp_path / "config.yaml")
     answer(monkeypatch)
     assert cli.main(["config", "--config_file", path]) == 0
@@ -324,7 +328,11 @@ def test_a_file_of_default_answers_trains_together(scripts, tmp_path):
     """On this machine, whatever it has; ACCELERATE_USE_CPU is left to the launcher."""
     path = tmp_path / "config.yaml"
     asked = subprocess.run(
-        [BIN / "lightning-hetero", "config", "--config_file", path], input="\n" * 20, text=True, check=True, timeout=60
+        [BIN / "lightning-hetero", "config", "--config_file", path],
+        input="2" + "\n" * 20,
+        text=True,
+        check=True,
+        timeout=60,
     )
     assert asked.returncode == 0
     launch = (BIN / "lightning-hetero", "launch", "--config_file", path, "--main_process_port", free_port())
@@ -364,26 +372,68 @@ def test_a_process_that_accelerate_would_leave_alone_says_so(scripts):
     assert "set ACCELERATE_USE_CPU=true" in output
 
 
-def test_the_launchers_help_shows_its_own_flags_and_accelerates():
-    code, output = execute(BIN / "lightning-hetero", "launch", "--help")
-    assert code == 0
+@pytest.mark.parametrize("beside", [(), ("--multi_gpu", "--config_file", "run.yaml")], ids=["alone", "with options"])
+def test_the_launchers_help_shows_every_option_of_ours_and_accelerates(beside, capsys):
+    """Also with other options, and with no ``accelerate`` in ``sys.argv[0]``, by which Accelerate hides its own."""
+    assert "accelerate" not in Path(sys.argv[0]).name
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["launch", *beside, "--help"])
+    assert ended.value.code == 0
+    output = capsys.readouterr().out
+    assert output.startswith("usage: lightning-hetero launch [options] script [its arguments]\n")
     for name in NAMES:
         assert output.count(f"  --hetero_{name} VALUE") == 1
-    assert output.startswith("usage: lightning-hetero launch")
-    for theirs in ("--num_processes", "--multi_gpu", "--main_process_port", "--fsdp_sharding_strategy"):
-        assert theirs in output
-    code, output = execute(BIN / "lightning-hetero", "launch", "--multi_gpu", "--help")
-    assert code == 0
-    assert "--hetero_policy VALUE" in output
-    assert (
-        "--fsdp_sharding_strategy" not in output
-    )  # what another kind of training has is hidden, as `accelerate launch` does
+    entries = {word.rstrip(",") for line in output.splitlines() for word in line.split() if word.startswith("-")}
+    theirs = [set(action.option_strings) for action in launch_command_parser()._actions if action.option_strings]
+    assert len(theirs) > 100
+    assert not [names for names in theirs if not names & entries]
+    assert not [entry for entry in entries if entry.startswith("--") and "-" in entry[2:]]
 
 
 def test_config_writes_nothing_if_answers_end_early(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("2\n"))
     assert cli.main(["config", "--config_file", str(tmp_path / "config.yaml")]) == 2
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("nowhere/run.yaml", "nowhere/run.yaml: the folder "),
+        (".", "cannot be written"),
+        ("list.yaml", "is no Accelerate config file"),
+        ("broken.yaml", "cannot be read: "),
+    ],
+)
+def test_a_file_that_cannot_be_is_refused_before_the_first_question(path, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    (tmp_path / "broken.yaml").write_text("a: [1\n")
+    answer(monkeypatch)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["config", "--config_file", path])
+    assert stopped.value.code == 2
+    written = capsys.readouterr()
+    assert told in written.err
+    assert not written.out
+
+
+def test_the_workers_proposed_are_the_machines(monkeypatch):
+    for gpus, cores, proposed in ((4, 2.0, "this one has 4 GPUs [4]"), (0, 3.9, "no GPU and 3.9 cores [3]")):
+        monkeypatch.setattr("lightning_hetero.cli.launch.devices", lambda gpus=gpus: gpus)
+        monkeypatch.setattr("lightning_hetero.hardware.cpu_share", lambda cores=cores: cores)
+        asked = []
+        config = configure._base(lambda question, asked=asked: asked.append(question) or "")
+        assert proposed in asked[0]
+        assert config["use_cpu"] == (gpus == 0)
+
+
+def test_a_script_that_fails_ends_the_launch_with_its_code_and_no_traceback(tmp_path, capfd, started):
+    (tmp_path / "bad.py").write_text("import sys\nsys.exit(7)\n")
+    assert cli.main(["launch", "--cpu", "--num_processes", "1", str(tmp_path / "bad.py")]) == 7
+    told = capfd.readouterr().err
+    assert "the script ended with exit code 7" in told
+    assert "Traceback" not in told
 
 
 def test_each_question_says_what_an_empty_line_answers():
@@ -403,11 +453,3 @@ def test_what_is_not_installed_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "accelerate.commands.launch", None)
     assert cli.main(["launch", "script.py"]) == 2
     assert "Install it with: pip install 'lightning-hetero[accelerate]'" in capsys.readouterr().err
-
-
-def test_unknown_command(capsys):
-    assert cli.main(["lunch"]) == 2
-    commands = "config, launch, plan, profile, profile-convergence"
-    assert f"unknown command 'lunch'. Commands are {commands}" in capsys.readouterr().err
-    assert cli.main([]) == 2
-    assert cli.main(["--help"]) == 0

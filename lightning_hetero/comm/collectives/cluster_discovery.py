@@ -60,15 +60,19 @@ def discover_clusters(setting: Any, control: ControlPlane) -> Clusters:
     return check_clusters(setting, control.world_size)
 
 
-def link_seconds(control: ControlPlane) -> npt.NDArray[np.float64]:
+def link_seconds(control: ControlPlane, num_bytes: int | None = None) -> npt.NDArray[np.float64]:
     """Measure the seconds of a small round trip between each two ranks, shape ``(N, N)``; a collective call.
 
-    Ranks meet in pairs, as in a round-robin tournament, and send 256 KiB back and forth; the best of three counts.
+    Ranks meet in pairs, as in a round-robin tournament, and send bytes back and forth; the best of three counts.
+
+    Args:
+        control: the ranks.
+        num_bytes: bytes of one transfer; 256 KiB by default.
     """
     n = control.world_size
     mine = np.zeros(n)
     seats: list[int | None] = [*range(n), *([None] if n % 2 else [])]
-    probe = torch.zeros(PING.num_bytes, dtype=torch.uint8)
+    probe = torch.zeros(num_bytes or PING.num_bytes, dtype=torch.uint8)
     for _ in range(len(seats) - 1):
         half = len(seats) // 2
         for one, other in zip(seats[:half], reversed(seats[half:]), strict=True):

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,14 @@ from lightning_hetero.compression.layout import Layout
 from lightning_hetero.compression.wire_format import MessageFormat
 from lightning_hetero.core.compression.settings import blocks_per_rank
 
-__all__ = ["BENCHMARK", "BenchmarkSettings", "encode_seconds", "exchange_seconds", "latency"]
+__all__ = [
+    "BENCHMARK",
+    "BenchmarkSettings",
+    "all_reduce_seconds",
+    "encode_seconds",
+    "exchange_seconds",
+    "latency",
+]
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,26 @@ def exchange_seconds(size: int, topology: Topology, device: torch.device) -> flo
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - begin)
     return min(seconds)
+
+
+def all_reduce_seconds(size: int, device: torch.device, group: Any = None) -> float:
+    """Measure the seconds of an all-reduce of ``size`` bytes in float32, the best of three; a collective call.
+
+    Args:
+        size: bytes of each rank.
+        device: where the gradients are.
+        group: process group, ``None`` for the default one.
+    """
+    values = torch.zeros(max(size // 4, 1), device=device)
+    seconds = []
+    for _ in range(BENCHMARK.repeats + 1):  # the first connects the ranks
+        dist.barrier()
+        begin = time.perf_counter()
+        dist.all_reduce(values, group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds[1:])
 
 
 def encode_seconds(numel: int, density: float, value_dtype: str) -> float:

@@ -51,13 +51,17 @@ def test_clusters_that_are_given_have_to_name_all_ranks():
         discover_clusters(((0, 1),), ranks)
 
 
-def _pings(rank, world_size):
+def _pings(rank, world_size, num_bytes=None):
     dist.init_process_group("gloo")
     plane, met = ControlPlane(rank, world_size), []
     send, receive = plane.send, plane.receive
     plane.send = lambda tensor, to: met.append(("send", to, tensor.nbytes)) or send(tensor, to)
     plane.receive = lambda tensor, source: met.append(("receive", source, tensor.nbytes)) or receive(tensor, source)
-    return link_seconds(plane), met
+    return link_seconds(plane, num_bytes), met
+
+
+def test_transfers_have_the_size_that_is_asked_for():
+    assert {size for _, met in run_ranks(_pings, 2, 2, 64) for *_, size in met} == {64}
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from lightning_hetero.comm.link import link_benchmark as module
-from lightning_hetero.comm.link.link_benchmark import BENCHMARK, encode_seconds, exchange_seconds, latency
+from lightning_hetero.comm.link.link_benchmark import (
+    BENCHMARK,
+    all_reduce_seconds,
+    encode_seconds,
+    exchange_seconds,
+    latency,
+)
 
 CPU = torch.device("cpu")
 
@@ -41,6 +47,19 @@ def test_the_best_exchange_counts_and_the_wait_for_others_does_not(repeats, monk
     link = Link(monkeypatch, seconds)
     assert exchange_seconds(1000, link, CPU) == min(seconds)
     assert link.sent == [((3, 1000), torch.uint8)] * repeats
+
+
+@pytest.mark.parametrize(("size", "elements"), [(4096, 1024), (2, 1)])
+def test_the_best_all_reduce_counts_without_the_first_that_connects(size, elements, monkeypatch):
+    link, summed = Link(monkeypatch, [1e-3, 0.5, 0.25, 0.75]), []
+
+    def all_reduce(values, group):
+        summed.append((values.numel(), values.dtype, group))
+        link.take(next(link.seconds))
+
+    monkeypatch.setattr(module.dist, "all_reduce", all_reduce, raising=False)
+    assert all_reduce_seconds(size, CPU, "ours") == 0.25
+    assert summed == [(elements, torch.float32, "ours")] * (BENCHMARK.repeats + 1)
 
 
 def test_latency_is_that_of_the_slowest_rank_with_a_small_message(monkeypatch):

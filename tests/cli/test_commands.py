@@ -1,0 +1,212 @@
+"""The command line as a whole: help, typos, short errors, ``python -m``, completion, and what it does not import."""
+
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_hetero import __version__, cli
+from lightning_hetero.cli import COMMANDS
+from lightning_hetero.cli._parser import Command, UserError, build_parser
+
+PAGE = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
+
+
+def refused(capsys, *arguments):
+    """What is written to the terminal for arguments that are wrong."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    written = capsys.readouterr()
+    assert not written.out
+    return written.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["lunch"], "error: unknown command 'lunch'. Did you mean launch? Commands are completion, config, doctor, "),
+        (["--verison"], "error: unknown option --verison. Did you mean --version?"),
+        (["plan", "--workloda", "x"], "plan: error: unknown option --workloda. Did you mean --workload?"),
+        (["plan", "B", "--toal-batch=64"], "plan: error: unknown option --toal-batch. Did you mean --total-batch?"),
+        (["plan", "B", "C"], "plan: error: unexpected argument 'C'."),
+        (["plan", "--link", "-1Gbit"], "plan: error: argument --link: '-1Gbit' is negative; give a rate from"),
+        (["simulate", "B", "--polcy", "pid"], "simulate: error: unknown option --polcy. Did you mean --policy?"),
+        (["profile", "--outptu", "x.json", "t.py"], "unknown option --outptu. Did you mean --output?"),
+        (["profile"], "profile: error: the following arguments are required: script"),
+        (["profile-convergence", "nowhere.py"], "error: script=nowhere.py is no file; give the script that trains"),
+        (["launch", "--hetero_polcy", "pid", "t.py"], "unknown option --hetero_polcy. Did you mean --hetero_policy"),
+        (["doctor", "--second", "0"], "doctor: error: argument --seconds: '0' is out of range; give a number from"),
+        (["doctor", "--precision", "int8"], "doctor: error: argument --precision: invalid choice: 'int8'"),
+        (["completion", "powershell"], "completion: error: argument shell: invalid choice: 'powershell'"),
+    ],
+    ids=" ".join,
+)
+def test_an_error_is_short_and_has_the_nearest_name(arguments, told, capsys):
+    text = refused(capsys, *arguments)
+    assert told in text
+    usage, error, hint = text.splitlines()
+    program = " ".join(["lightning-hetero", *(arguments[:1] if arguments[0] in COMMANDS else [])])
+    assert usage.startswith(f"usage: {program} ")
+    assert error.startswith(f"{program}: error: ")
+    assert hint == f"Options: {program} --help"
+
+
+def test_the_page_shows_an_error_as_it_is(capsys):
+    ((command, shown),) = re.findall(r"^\$ lightning-hetero (plan B --toal.*)\n((?s:.*?))^```$", PAGE, re.M)
+    assert refused(capsys, *command.split()) == shown
+
+
+def test_the_page_has_every_command():
+    assert set(re.findall(r"^\| `lightning-hetero ([\w-]+)` \|", PAGE, re.M)) == set(COMMANDS)
+
+
+def test_help_lists_the_commands_and_help_of_each_its_options(capsys):
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n    {name}" in text for name in COMMANDS)
+    assert cli.main([]) == 2
+    assert capsys.readouterr().out == text
+    for name in COMMANDS.keys() - {"launch"}:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([name, "--help"])
+        assert ended.value.code == 0
+        assert capsys.readouterr().out.startswith(f"usage: lightning-hetero {name} {COMMANDS[name].usage}\n")
+
+
+def test_a_command_is_one_line_and_a_module(monkeypatch, capsys):
+    class Module:
+        @staticmethod
+        def add_options(parser):
+            parser.add_argument("--to", default="you")
+
+        @staticmethod
+        def run(options):
+            if options.to == "nobody":
+                raise UserError("--to nobody: name somebody.")
+            if options.to == "file":
+                raise FileNotFoundError(2, "No such file or directory", "letter.txt")
+            if options.to == "stop":
+                raise KeyboardInterrupt
+            if options.to == "absent":
+                raise ModuleNotFoundError("No module named 'plotly'", name="plotly")
+            sys.stdout.write(f"hello {options.to}\n")
+            return 3
+
+    monkeypatch.setattr(Command, "load", lambda self: Module)
+    monkeypatch.setitem(COMMANDS, "greet", Command("greet", "[options]", "greet somebody", "report"))
+    assert cli.main(["greet", "--to", "me"]) == 3
+    assert capsys.readouterr().out == "hello me\n"
+    assert "lightning-hetero greet: error: --to nobody: name somebody." in refused(capsys, "greet", "--to", "nobody")
+    for to, code, told in (
+        ("file", 1, "letter.txt: No such file or directory. Give a file that can be read or written."),
+        ("stop", 130, "interrupted"),
+        ("absent", 2, "No module named 'plotly'. Install it with: pip install 'lightning-hetero[report]'"),
+    ):
+        assert cli.main(["greet", "--to", to]) == code
+        assert f"lightning-hetero greet: {told}" in capsys.readouterr().err
+
+
+def test_errors_of_the_package_itself_are_not_hidden(monkeypatch):
+    def lost(self):
+        raise ModuleNotFoundError("No module named 'lightning_hetero.gone'", name="lightning_hetero.gone")
+
+    monkeypatch.setattr(Command, "load", lost)
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["plan"])
+
+
+def test_a_negative_value_is_left_alone_after_a_script():
+    _, parsers = build_parser(COMMANDS, ("profile",))
+    options = parsers["profile"].parse_args(["train.py", "--lr", "-1"])
+    assert options.arguments == ["--lr", "-1"]
+
+
+PROGRAM = """
+import contextlib, io, sys
+from lightning_hetero.cli import COMMANDS, main
+helps = [[name, "--help"] for name in COMMANDS if name != "launch"]
+for arguments in ([], ["--help"], ["--version"], ["lunch"], *helps):
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        main(arguments)
+print([name for name in ("torch", "lightning", "accelerate", "scipy", "shtab") if name in sys.modules])
+"""
+
+
+def test_help_and_typos_load_nothing_heavy():
+    """In one fresh process: ``--help`` of every command but ``launch``, which lists Accelerate's options."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_the_package_runs_as_a_module():
+    command = [sys.executable, "-m", "lightning_hetero", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"{__version__}\n"
+
+
+@pytest.fixture(scope="module")
+def bash():
+    """The words that bash offers after others, by the script that the command writes."""
+    pytest.importorskip("shtab")
+    written, sys.stdout = sys.stdout, io.StringIO()
+    try:
+        assert cli.main(["completion", "bash"]) == 0
+        script = sys.stdout.getvalue()
+    finally:
+        sys.stdout = written
+
+    def _offered(*words):
+        typed = " ".join(f"'{word}'" for word in ("lightning-hetero", *words))
+        line = f"COMP_WORDS=({typed}); COMP_CWORD={len(words)}; _shtab_lightning_hetero; echo ${{COMPREPLY[@]}}"
+        done = subprocess.run(
+            ["bash", "-c", f"{script}\n{line}"], capture_output=True, text=True, timeout=60, check=True
+        )
+        return done.stdout.split()
+
+    return _offered
+
+
+def test_bash_completes_commands_options_and_files(bash, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    assert bash("pro") == ["profile", "profile-convergence"]
+    assert bash("plan", "--wor") == ["--workload"]
+    assert bash("doctor", "--se") == ["--seconds"]
+    assert "--hetero_policy" in bash("launch", "--hetero_p")
+    assert "--num_processes" in bash("launch", "--num_p")
+    assert bash("profile", "tr") == ["train.py"]
+
+
+@pytest.mark.parametrize("shell", ["zsh", "tcsh"])
+def test_the_scripts_of_other_shells_name_every_command(shell, capsys):
+    pytest.importorskip("shtab")
+    assert cli.main(["completion", shell]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in COMMANDS)
+
+
+def test_completion_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert cli.main(["completion", "bash"]) == 2
+    assert "pip install 'lightning-hetero[completion]'" in capsys.readouterr().err
+
+
+def test_completion_offers_what_is_installed(monkeypatch):
+    shtab = pytest.importorskip("shtab")
+    from lightning_hetero.cli.completion import completed
+
+    whole = Command.load
+
+    def load(self):
+        if self.extra == "accelerate":
+            raise ModuleNotFoundError("No module named 'accelerate'", name="accelerate")
+        return whole(self)
+
+    monkeypatch.setattr(Command, "load", load)
+    script = shtab.complete(completed(COMMANDS), "bash")
+    assert "--workload" in script
+    assert "--hetero_policy" not in script
