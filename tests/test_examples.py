@@ -1,6 +1,6 @@
 """Every example runs as a user would run it, and says what it is there to show.
 
-One starts from nothing, and with it ours from torch's entry point; the others have torch and Lightning imported.
+One starts from nothing; the others are forks of a process that has torch and what Lightning imports.
 """
 
 import os

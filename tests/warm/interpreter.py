@@ -1,8 +1,8 @@
-"""A Python for programs that tests start: it has torch and Lightning imported, which takes seconds in each new process.
+"""A Python for programs that tests start: it has imported torch and what Lightning imports, which takes seconds.
 
 Programs of :func:`warm_python` are forks of one server (``server.py``), and so are those that they start as
-``sys.executable``: workers of torchrun and of Lightning. What else a program imports, our package first of all, it
-imports itself. A test of what the imports themselves do needs ``sys.executable``.
+``sys.executable``: workers of torchrun and of Lightning. What else a program imports, Lightning and our package first
+of all, it imports itself. A test of what `import torch` does needs ``sys.executable``.
 """
 
 import atexit

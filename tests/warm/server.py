@@ -1,7 +1,7 @@
-"""Imports torch and Lightning once, and runs programs in forks of itself: ``python server.py SOCKET``.
+"""Imports torch and what Lightning imports; runs programs in forks of itself: ``python server.py SOCKET PYTHON``.
 
-Nothing of ours is imported before the fork. Torch would call our entry point as it is imported; that is left to the
-program, with the environment that it has.
+Nothing of ours or of Lightning is imported before the fork, so that ours finds Lightning as in any process. Torch would
+call our entry point as it is imported; that is left to the program, with the environment that it has.
 """
 
 import array
@@ -19,7 +19,7 @@ from contextlib import suppress
 from types import ModuleType
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-BEFORE = ("torch", "torch._dynamo", "torch.distributed.run", "scipy.optimize", "lightning.pytorch")
+BEFORE = ("torch", "torch._dynamo", "torch.distributed.run", "scipy.optimize", "torchmetrics", "aiohttp")
 
 
 def received(connection):
