@@ -29,14 +29,16 @@ demo: venv
 	$(BIN)/python examples/demo.py
 
 # Two tests at a time, and then by themselves those that measure time or use a GPU; all run, whatever fails.
+# The second run imports only the files that mark such tests.
 SERIAL := alone or gpu
+MARKED := grep -rlE --include='test_*.py' 'pytest\.mark\.(alone|gpu)' tests
 
 # Tests start hundreds of processes, each of which would else compile the package again.
 test: export PYTHONDONTWRITEBYTECODE =
 test: venv
 	@two=0; one=0; \
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not ($(SERIAL))" || two=$$?; \
-	$(BIN)/python -m pytest -m "$(SERIAL)" || one=$$?; \
+	$(BIN)/python -m pytest -m "$(SERIAL)" $$($(MARKED)) || one=$$?; \
 	exit $$((two ? two : one))
 
 # Proves the GPU paths on this machine, offline and from the source tree; with the tested versions if `make venv` made

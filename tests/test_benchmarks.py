@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.warm.interpreter import warmed
+
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -15,7 +17,7 @@ def test_every_benchmark_finds_what_it_imports():
     assert "compression" in names
     code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
     done = subprocess.run(
-        [sys.executable, "-c", code, *names],
+        warmed(sys.executable, "-c", code, *names),
         cwd=FOLDER,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -12,6 +12,7 @@ import pytest
 from lightning_hetero import BatchPlan
 from lightning_hetero.core import StepObservations
 from lightning_hetero.core.policies.base import PlanContext
+from tests.warm.interpreter import warmed
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 RESULTS = BENCHMARKS / "results"
@@ -113,7 +114,7 @@ def test_the_printed_rule_is_the_equation(papers):
 
 def test_the_commands_of_the_rows_are_there(evidence):
     script = BENCHMARKS / "papers" / "dynamic_batching.py"
-    done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(warmed(sys.executable, script, "--help"), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     for command in {row.command for row in evidence.ROWS if row.command}:
         start, _, name = command.rpartition(" ")

@@ -1,4 +1,7 @@
-"""Every example runs as a user would run it, and says what it is there to show."""
+"""Every example runs as a user would run it, and says what it is there to show.
+
+One starts from nothing; the others are forks of a process that has torch and what Lightning imports.
+"""
 
 import os
 import re
@@ -8,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.warm.interpreter import warmed
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -42,12 +47,14 @@ LAUNCHED = {
     "torchrun": (TORCHRUN, ["{tmp}/{number}"]),
     "mixed_devices": (TORCHRUN, []),
 }
+COLD = ("basic", "ray_train")  # Ray starts its own workers
 
 
 def output_of(name, *arguments, limit, launcher=(sys.executable,)):
     """What an example prints; it must succeed within ``limit`` seconds, and all its processes are ended if not."""
+    command = [*launcher, EXAMPLES / f"{name}.py", *arguments]
     process = subprocess.Popen(
-        list(map(str, [*launcher, EXAMPLES / f"{name}.py", *arguments])),
+        list(map(str, command)) if name in COLD else warmed(*command),
         env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,5 +1,6 @@
 """What `make map` writes is up to date; in the picture of the packages, arrows lead downward."""
 
+import functools
 import re
 import runpy
 from pathlib import Path
@@ -9,8 +10,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_hetero"
 SCRIPT = runpy.run_path(str(ROOT / "docs" / "figures" / "packages.py"))
-PAIRS = SCRIPT["statements"](ROOT)
 INSIDES = ("", *SCRIPT["OPENED"])
+
+
+@functools.cache
+def pairs():
+    return SCRIPT["statements"](ROOT)
 
 
 def test_the_picture_is_that_of_the_imports():
@@ -19,14 +24,14 @@ def test_the_picture_is_that_of_the_imports():
 
 @pytest.mark.parametrize("inside", INSIDES)
 def test_arrows_lead_downward(inside):
-    found, _ = SCRIPT["without_circles"](SCRIPT["graph"](PAIRS, inside))
+    found, _ = SCRIPT["without_circles"](SCRIPT["graph"](pairs(), inside))
     level = SCRIPT["levels"](found)
     assert all(level[box] > level[target] for box, target in SCRIPT["arrows"](found))
 
 
 @pytest.mark.parametrize("inside", INSIDES)
 def test_leaving_out_arrows_leaves_what_is_reached(inside):
-    found, _ = SCRIPT["without_circles"](SCRIPT["graph"](PAIRS, inside))
+    found, _ = SCRIPT["without_circles"](SCRIPT["graph"](pairs(), inside))
     drawn = {box: {target for start, target in SCRIPT["arrows"](found) if start == box} for box in found}
     for box in found:
         assert SCRIPT["reached"](drawn, box) == SCRIPT["reached"](found, box)
@@ -34,7 +39,7 @@ def test_leaving_out_arrows_leaves_what_is_reached(inside):
 
 @pytest.mark.parametrize("inside", INSIDES)
 def test_no_box_covers_another_or_leaves_the_picture(inside):
-    panel = SCRIPT["Panel"](SCRIPT["graph"](PAIRS, inside), inside, SCRIPT["OPENED"].get(inside, 800))
+    panel = SCRIPT["Panel"](SCRIPT["graph"](pairs(), inside), inside, SCRIPT["OPENED"].get(inside, 800))
     edges = {
         box: (panel.x[box] - panel.box_width(box) / 2, panel.x[box] + panel.box_width(box) / 2) for box in panel.boxes
     }
@@ -44,7 +49,7 @@ def test_no_box_covers_another_or_leaves_the_picture(inside):
 
 
 def test_every_box_says_what_it_is_for():
-    boxes = {f"{inside}.{box}" if inside else box for inside in INSIDES for box in SCRIPT["graph"](PAIRS, inside)}
+    boxes = {f"{inside}.{box}" if inside else box for inside in INSIDES for box in SCRIPT["graph"](pairs(), inside)}
     assert boxes == set(SCRIPT["ROLES"]), "ROLES has a line for each"
 
 
@@ -74,6 +79,6 @@ def test_the_layers_are_all_in_the_page():
     text = (ROOT / "docs" / "architecture.md").read_text()
     layers = text[text.index("| package | question") : text.index("## The walk of a batch")]
     for inside in INSIDES:
-        for box in SCRIPT["graph"](PAIRS, inside):
+        for box in SCRIPT["graph"](pairs(), inside):
             if inside != "core" or (PACKAGE / "core" / box).is_dir():
                 assert f"`{box}`" in layers, box

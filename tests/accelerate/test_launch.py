@@ -20,6 +20,7 @@ from lightning_hetero.cli import configure
 from lightning_hetero.cli.configure import ask_settings
 from lightning_hetero.cli.launch import hetero_environment, read_config
 from tests.helpers import free_port
+from tests.warm.interpreter import warmed
 
 BIN = Path(sys.executable).parent
 
@@ -59,11 +60,14 @@ CHANGES = {
 }
 
 
-def execute(*command, limit=120, **env):
-    """Exit code and output of a command; its processes are ended if it takes longer."""
+def execute(*command, limit=120, warm=True, **env):
+    """Exit code and output of a command; its processes are ended if it takes longer.
+
+    Each has to import torch if it is not ``warm``, and with it ours if the flag asks for it.
+    """
     defaults = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
     process = subprocess.Popen(
-        list(map(str, command)),
+        warmed(*command) if warm else list(map(str, command)),
         env={**os.environ, **defaults, **env},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -116,6 +120,7 @@ def test_accelerate_launch_with_the_environment(scripts):
     run = execute(
         *(BIN / "accelerate", "launch", "--multi_gpu", "--num_processes", 2, "--main_process_port", free_port()),
         *(scripts[1], 8),
+        warm=False,
         ACCELERATE_HETERO_LOCAL_BATCH_SIZES="11,5",
     )
     assert result_of(run)["history"] == [[11, 5]]
@@ -129,7 +134,7 @@ def test_the_flag_alone_makes_an_unchanged_script_uneven(scripts):
     launch = (BIN / "lightning-hetero", "launch", "--cpu", "--num_processes", 2, "--main_process_port", free_port())
     started = BIN / "accelerate", "launch", "--multi_gpu", "--num_processes", 2, "--main_process_port", free_port()
     runs = [
-        torchrun(plain, 8, ACCELERATE_USE_HETERO="true", **sizes),
+        torchrun(plain, 8, warm=False, ACCELERATE_USE_HETERO="true", **sizes),
         execute(*started, plain, 8, ACCELERATE_USE_HETERO="true", **sizes),
         execute(*launch, "--hetero_local_batch_sizes", "13,3", plain, 8),
     ]
@@ -148,7 +153,7 @@ def test_launch_with_a_section_in_the_config_file(scripts, tmp_path):
     base = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_CPU", "num_processes": 2}
     path.write_text(yaml.safe_dump({**base, "use_cpu": True, "hetero_config": {"local_batch_sizes": [11, 5]}}))
     launch = (BIN / "lightning-hetero", "launch", "--config_file", path, "--main_process_port", free_port())
-    result = result_of(execute(*launch, "--hetero_replan", "epoch", scripts[1], 8))
+    result = result_of(execute(*launch, "--hetero_replan", "epoch", scripts[1], 8, warm=False))
     assert (result["processes"], result["history"]) == (2, [[11, 5]])
 
 
@@ -328,7 +333,7 @@ def test_a_file_of_default_answers_trains_together(scripts, tmp_path):
     """On this machine, whatever it has; ACCELERATE_USE_CPU is left to the launcher."""
     path = tmp_path / "config.yaml"
     asked = subprocess.run(
-        [BIN / "lightning-hetero", "config", "--config_file", path],
+        warmed(BIN / "lightning-hetero", "config", "--config_file", path),
         input="2" + "\n" * 20,
         text=True,
         check=True,

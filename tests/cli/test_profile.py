@@ -11,6 +11,7 @@ from lightning_hetero.cli.profile import fitted
 from lightning_hetero.probe_job import DeviceReport
 from lightning_hetero.simulate.planning import Given, plan_cluster, read_cluster
 from lightning_hetero.strategies._lightning.probes.device import sizes_around
+from tests.warm.interpreter import warm_python
 
 # In place of a training: answers with times that are known.
 FAKE = """
@@ -63,6 +64,8 @@ def profile(tmp_path, monkeypatch, capsys):
     def _profile(source, *options, arguments=()):
         script = tmp_path / "script.py"
         script.write_text(source)
+        if source is TRAINING:
+            monkeypatch.setattr(sys, "executable", warm_python())
         code = cli.main(["profile", "--output", str(tmp_path / "device.json"), *options, str(script), *arguments])
         written = capsys.readouterr()
         return code, written.out, written.err

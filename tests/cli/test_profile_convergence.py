@@ -11,6 +11,7 @@ import pytest
 
 from lightning_hetero import cli
 from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile
+from tests.warm.interpreter import warm_python
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "compression.py"
 
@@ -168,6 +169,7 @@ def test_totals_that_cannot_be_probed_are_refused(profile, tmp_path, capsys, opt
 def test_an_example_is_profiled(tmp_path, monkeypatch, capfd):
     """From the command to the strategy and back; what a probe training does is in tests/strategies."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(sys, "executable", warm_python())
     for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)  # a Trainer in this process may have left them
     output = tmp_path / "profile.json"

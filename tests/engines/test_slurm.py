@@ -3,10 +3,10 @@
 import json
 import os
 import subprocess
-import sys
 
 from tests.engines.test_torchrun import SCRIPT, check_samples
 from tests.helpers import free_port
+from tests.warm.interpreter import warm_python
 
 
 def test_two_tasks_find_each_other_by_slurms_variables(tmp_path):
@@ -24,7 +24,7 @@ def test_two_tasks_find_each_other_by_slurms_variables(tmp_path):
     }
     tasks = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(tmp_path), "4", "1"],
+            [warm_python(), str(SCRIPT), str(tmp_path), "4", "1"],
             env={**os.environ, **common, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -22,6 +22,7 @@ from torch.distributed.run import get_args_parser
 
 from tests.engines.script import POINTS, SAMPLES, main
 from tests.helpers import free_port, run_ranks
+from tests.warm.interpreter import warmed
 
 SCRIPT = Path(__file__).with_name("script.py")
 TORCHRUN = Path(sys.executable).with_name("torchrun")
@@ -32,13 +33,17 @@ def start(tmp_path):
     """Starts torchrun with arguments; all that it started is ended after the test."""
     started = []
 
-    def _start(*arguments, epochs=2):
+    def _start(*arguments, epochs=2, warm=False):
         # With the agent's own store, workers that start again may meet addresses of those that were killed.
         env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         command = [TORCHRUN, "--monitor-interval=0.2", *arguments, SCRIPT, tmp_path, 4, epochs]
         with open(tmp_path / f"log-{len(started)}", "w") as log:
             process = subprocess.Popen(
-                list(map(str, command)), env={**os.environ, **env}, stdout=log, stderr=log, start_new_session=True
+                warmed(*command) if warm else list(map(str, command)),
+                env={**os.environ, **env},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         started.append(process)
         return process
@@ -159,7 +164,7 @@ def test_more_kills_than_restarts_are_an_error(agent, tmp_path, point):
 
 def test_the_command_starts_a_killed_worker_again(start, tmp_path):
     (tmp_path / "kill").write_text("1 backward 5\n")
-    process = start("--standalone", "--nproc_per_node=2", "--max-restarts=1", epochs=1)
+    process = start("--standalone", "--nproc_per_node=2", "--max-restarts=1", epochs=1, warm=True)
     wait_for(lambda: process.poll() is not None, tmp_path, 100)
     assert process.returncode == 0, logs(tmp_path)
     assert json.loads((tmp_path / "done").read_text()) == {"step": 12, "world": 2}

@@ -1,15 +1,16 @@
 """The package's lines are shown from the moment on that a front end is imported, unless logging is set up already."""
 
 import subprocess
-import sys
 
 import pytest
+
+from tests.warm.interpreter import warm_python
 
 SHOWN = "import logging; log = logging.getLogger('lightning_hetero'); print(log.level, len(log.handlers))"
 
 
 def printed(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    return subprocess.run([warm_python(), "-c", code], capture_output=True, text=True, check=True).stdout.split()
 
 
 @pytest.mark.parametrize(
