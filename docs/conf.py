@@ -41,7 +41,7 @@ nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 nb_merge_streams = True
 
-autosummary_context = {"members": runpy.run_path(str(HERE / "members.py"))["MEMBERS"]}
+autosummary_context = {"described": runpy.run_path(str(HERE / "members.py"))["MEMBERS"]}
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"

@@ -3,18 +3,13 @@
 MEMBERS = {
     "lightning_hetero.HeteroDDPStrategy": "plan, plan_history, observations, adopt",
     "lightning_hetero.HeteroElasticStrategy": "merges",
-    "lightning_hetero.HeteroFSDPStrategy": (
-        "plan, plan_history, "
-        "observations, adopt, data_parallel_mesh"
-    ),
+    "lightning_hetero.HeteroFSDPStrategy": ("plan, plan_history, observations, adopt, data_parallel_mesh"),
     "lightning_hetero.accelerate.HeteroAccelerator": (
-        "plan, plan_history, observations, "
-        "adopt, prepare_data_loader, gather_for_metrics, skip_first_batches"
+        "plan, plan_history, observations, adopt, prepare_data_loader, gather_for_metrics, skip_first_batches"
     ),
     "lightning_hetero.strategies.fabric_ddp.HeteroDDPStrategy": "plan, plan_history, observations, adopt",
     "lightning_hetero.engine.HeteroEngine": (
-        "shard, begin_step, scale_loss, backward, "
-        "end_step, exchange, adopt, state_dict, load_state_dict"
+        "shard, begin_step, scale_loss, backward, end_step, exchange, adopt, state_dict, load_state_dict"
     ),
     "lightning_hetero.session.HeteroSession": (
         "position, shard, steps, skip, lead, noise_scale, lr_gain, "
@@ -38,8 +33,7 @@ MEMBERS = {
     "lightning_hetero.core.GoodputPlanner": "windows, candidates, current",
     "lightning_hetero.core.NoiseScaleEstimate": "noise_scale",
     "lightning_hetero.core.RunningNoiseScale": (
-        "update, left_out, merge, trace, "
-        "grad_sq_norm, noise_scale, state_dict, from_state_dict"
+        "update, left_out, merge, trace, grad_sq_norm, noise_scale, state_dict, from_state_dict"
     ),
     "lightning_hetero.core.SolvedTotals": "solve, holds, times, renewed, state_dict, from_state_dict",
     "lightning_hetero.optim.LearningRateMultiplier": "steps, remove",
@@ -50,23 +44,19 @@ MEMBERS = {
     "lightning_hetero.core.ConvergenceProfile": "to_json, from_json, save, load",
     "lightning_hetero.core.ConvergenceSurrogate": "predict, extra_loss",
     "lightning_hetero.elastic.ElasticEngine": (
-        "attach, shard, begin_batch, end_batch, "
-        "lr_factor, steps_done, state_dict, load_state_dict, resume_at"
+        "attach, shard, begin_batch, end_batch, lr_factor, steps_done, state_dict, load_state_dict, resume_at"
     ),
     "lightning_hetero.core.MergeRule": "weights, update",
     "lightning_hetero.data.SparseShape": "scaled",
     "lightning_hetero.simulate.DeviceProfile": "model, seconds, slowdown_at, times",
     "lightning_hetero.simulate.EmulatedDevice": (
-        "attach, detach, attach_parameters, begin_forward, "
-        "end_forward, begin_backward, advance_backward, end_backward"
+        "attach, detach, attach_parameters, begin_forward, end_forward, begin_backward, advance_backward, end_backward"
     ),
     "lightning_hetero.simulate.ClusterSimulator": (
-        "run, advance, sync_round, "
-        "optimum, slow_down, change_workers, adopt"
+        "run, advance, sync_round, optimum, slow_down, change_workers, adopt"
     ),
     "lightning_hetero.simulate.SimulationResult": (
-        "sizes, idle, idle_share, "
-        "share_of_optimum, share_since, first_within"
+        "sizes, idle, idle_share, share_of_optimum, share_since, first_within"
     ),
     "lightning_hetero.simulate.LinkProfile": "seconds, rate_at, slowed",
     "lightning_hetero.simulate.ElasticSimulator": "run",

@@ -48,7 +48,8 @@ READY = """
 (async () => {
   if (window.MathJax && MathJax.startup) await MathJax.startup.promise;
   for (const image of document.images) image.loading = "eager";
-  await Promise.all([...document.images].map(image => image.complete ? 0 : new Promise(r => image.onload = image.onerror = r)));
+  const loaded = image => image.complete || new Promise(done => image.onload = image.onerror = done);
+  await Promise.all([...document.images].map(loaded));
   return document.documentElement.scrollHeight;
 })()
 """
@@ -137,8 +138,8 @@ def main() -> int:
     """Take the pictures, and return the number of pages that are too wide."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pages", nargs="*")
-    parser.add_argument("--built", type=Path, default=HERE / "_build")
-    parser.add_argument("--out", type=Path, default=HERE / "_build" / "_screenshots")
+    parser.add_argument("--built", type=Path, default=HERE / "_build" / "html")
+    parser.add_argument("--out", type=Path, default=HERE / "_build" / "screenshots")
     parser.add_argument("--browser", default=next(filter(None, map(shutil.which, BROWSERS)), None))
     given = parser.parse_args()
     if not given.browser:
