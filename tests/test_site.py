@@ -113,3 +113,9 @@ def test_torchrun_understands_the_commands_of_all_pages():
 def test_search_finds_what_users_look_for():
     titles = {text.partition("\n")[0].lower() for text in TEXTS.values()}
     assert {"# out of memory", "# mixed gpus at home", "# two machines over ethernet"} <= titles
+
+
+@every_page
+def test_no_line_is_taken_for_a_comment(page):
+    """To MyST, a line that begins with a per cent sign is a comment, so that a wrapped "3 %" loses what follows."""
+    assert not re.findall(r"^\s*%.*$", prose(page), re.M)
