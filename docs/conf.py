@@ -38,7 +38,7 @@ myst_heading_anchors = 3
 
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
-nb_execution_timeout = 120
+nb_execution_timeout = 300
 nb_merge_streams = True
 
 autosummary_context = {"described": runpy.run_path(str(HERE / "members.py"))["MEMBERS"]}
