@@ -10,10 +10,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help venv demo test gpu lint dist bench docs map clean
+.PHONY: help venv demo test gpu lint dist bench docs screenshots map clean
 
 help:
-	@echo "make venv | demo | test | gpu | lint | dist | bench (as root) | docs | map | clean"
+	@echo "make venv | demo | test | gpu | lint | dist | bench (as root) | docs | screenshots | map | clean"
 
 venv: $(STAMP)
 
@@ -75,9 +75,14 @@ bench: venv
 	for command in shapes grid curves scaling confirm; do \
 		$(BIN)/python benchmarks/papers/adaptive_sgd.py $$command || exit; done
 
+# The pages are in docs/_build/html. Needs no network once the tools are installed.
 docs: venv
 	$(INSTALL) --no-build-isolation -e '.[docs]'
-	$(BIN)/python -m sphinx -W --keep-going docs docs/_build
+	$(BIN)/python -m sphinx -W --keep-going -d docs/_build/doctrees docs docs/_build/html
+
+# Pictures of the pages in docs/_build/screenshots, on a large and a small screen; needs Chromium.
+screenshots: docs
+	$(BIN)/python docs/screenshots.py
 
 # Draws the packages from their imports, writes the tables of equations and modules, and the page of evidence from the
 # results of the benchmarks; tests fail when it is due. Needs Python alone.
@@ -88,5 +93,5 @@ map:
 	$(PYTHON) docs/evidence.py
 
 clean:
-	rm -rf $(VENV) build dist docs/_build .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) build dist docs/_build docs/examples docs/reference .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,6 +4,7 @@ make map
 """
 
 import ast
+import re
 from itertools import groupby
 from pathlib import Path
 
@@ -16,7 +17,8 @@ PACKAGE = "lightning_hetero"
 def described(path: Path) -> str:
     """Return the first line of a module's docstring, as Markdown."""
     lines = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
-    return (lines[0] if lines else "").replace("``", "`").replace("|", "\\|")
+    text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", lines[0] if lines else "")
+    return text.replace("``", "`").replace("|", "\\|")
 
 
 def sections() -> str:

@@ -9,7 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
-EXTRAS = ("test", "demo", "accelerate", "transformers", "cli", "ray")
+EXTRAS = ("test", "demo", "accelerate", "transformers", "cli", "ray", "docs")
 PINNED = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M)
 
 

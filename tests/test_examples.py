@@ -20,6 +20,7 @@ FOLLOWS = r"split (\d+)/(\d+) from epoch \d+ step \d+: (?:first split|optimum|sp
 
 # Name of the example and the split that it ends with: a pattern, and the total batch.
 SHOWN = {
+    "quickstart": (r"^plan from epoch 0 step \d+: (\d+)/(\d+) of 80 samples \((?:first split|optimum|speed)", 80),
     "basic": (r"split (\d+)/(\d+) from epoch \d+ step \d+: (?:first split|optimum|speed)", 256),
     "explicit_split": (r"split (170)/(86) from epoch 0 step 0: ", 256),
     "thin_link": (r"split (128)/(128) from epoch 0 step 0: ", 256),
@@ -43,6 +44,7 @@ TORCHRUN = [BIN / "torchrun", "--standalone", "--nproc_per_node=2"]
 LAUNCHED = {
     "accelerate_loop": ([BIN / "lightning-hetero", "launch", "--config_file", EXAMPLES / "accelerate_loop.yaml"], []),
     "transformers_sft": ([BIN / "lightning-hetero", "launch", "--cpu", "--num_processes", "2"], []),
+    "quickstart": ([sys.executable], ["hetero_ddp"]),
     "cli": ([sys.executable], ["fit", "--config", EXAMPLES / "cli.yaml"]),
     "torchrun": (TORCHRUN, ["{tmp}/{number}"]),
     "mixed_devices": (TORCHRUN, []),
@@ -107,8 +109,8 @@ def test_example(name, tmp_path):
     pattern, total = SHOWN[name]
     launcher, arguments = LAUNCHED.get(name, ([sys.executable], []))
     arguments = [str(a).replace("{tmp}", str(tmp_path)) for a in arguments]
-    output = first_that(lambda output: re.search(pattern, output), name, *arguments, limit=180, launcher=launcher)
-    assert sum(map(int, re.findall(pattern, output)[-1])) == total
+    output = first_that(lambda output: re.search(pattern, output, re.M), name, *arguments, limit=180, launcher=launcher)
+    assert sum(map(int, re.findall(pattern, output, re.M)[-1])) == total
 
 
 def test_total_of_the_adaptive_example_grows():

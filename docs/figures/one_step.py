@@ -105,7 +105,7 @@ def main() -> None:
     for panel, (step, title) in zip(axes, panels, strict=True):
         draw(panel, step, title)
     axes[0].set_xlim(0, panels[0][0].sync[-1][1] * 1e3 * 1.14)
-    axes[1].set_xlabel(f"milliseconds by the time model; white numbers are samples of {TOTAL}")
+    axes[1].set_xlabel(f"milliseconds by the time model; numbers are samples of {TOTAL}")
     legend = [
         Patch(color=FORWARD, label="load, forward, update"),
         Patch(color=BACKWARD, label="backward"),
