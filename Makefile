@@ -90,6 +90,7 @@ map:
 	$(PYTHON) docs/figures/packages.py
 	$(PYTHON) docs/equations.py
 	$(PYTHON) docs/modules.py
+	$(PYTHON) docs/run_record.py
 	$(PYTHON) docs/evidence.py
 
 clean:

@@ -15,7 +15,7 @@ FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
 
 # A package may import the packages on its right, never one on its left.
 LAYERS = (
-    *("cli", "simulate"),
+    *("cli", "report", "simulate"),
     "transformers",
     *("accelerate", "strategies", "callbacks"),
     "session",

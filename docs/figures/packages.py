@@ -37,6 +37,7 @@ ROLES = {
     "lazy_exports": "imports on first use",
     "optim": "optimizer steps",
     "probe_job": "probe trainings",
+    "report": "page, trace, compare",
     "session": "your own loop",
     "simulate": "stragglers, links",
     "strategies": "Lightning, Fabric, Ray",
@@ -73,7 +74,7 @@ WIDTH, GAP, BOX_HEIGHT, LEVEL = 820, 14, 38, 66  # of the picture, between boxes
 BENT = 8  # width that an arrow takes in a layer that it crosses
 COLORS = {"front": "#DCEBF7", "mechanism": "#FBE8CF", "parts": "#E3F1E4", "core": "#EFE4F3"}
 LAYERS = {
-    **dict.fromkeys(("cli", "simulate", "transformers", "accelerate"), "front"),
+    **dict.fromkeys(("cli", "report", "simulate", "transformers", "accelerate"), "front"),
     **dict.fromkeys(("strategies", "callbacks", "session", "frontend"), "front"),
     **dict.fromkeys(("engine", "elastic"), "mechanism"),
     "core": "core",

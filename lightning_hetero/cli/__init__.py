@@ -17,6 +17,9 @@ COMMANDS = {
     "completion": Command(
         "completion", "{bash,zsh,tcsh}", "write the script that completes this command", "completion"
     ),
+    "compare": Command(
+        "compare", "[options] A B", "compare two recorded runs, with an exit code for automated checks", "report"
+    ),
     "config": Command(
         "configure", "[options]", "ask for the settings and write an Accelerate config file with them", "accelerate"
     ),
@@ -36,6 +39,9 @@ COMMANDS = {
     "profile": Command("profile", SCRIPT, "time this device for a script, so that `plan` can be asked about it"),
     "profile-convergence": Command(
         "profile_convergence", SCRIPT, "measure what compression, stale gradients and batch sizes cost in loss", "demo"
+    ),
+    "report": Command(
+        "report", "[options] RUN", "write a page about a recorded run: what was gained, and what limits it", "report"
     ),
     "simulate": Command(
         "simulate", CLUSTER, "simulate how the split of a cluster develops over the steps of a training"

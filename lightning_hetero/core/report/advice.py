@@ -14,6 +14,8 @@ SHORT = 0.015
 """Seconds of a step below which workers can hardly be balanced."""
 IDLE = 0.1
 """Share of idle time from which something is said about it."""
+MOST = 3
+"""Most workers that are named."""
 LOADS = 0.15
 """Share of a step that a worker may wait for its loader."""
 
@@ -50,13 +52,8 @@ def _of_workers(figures: RunFigures) -> Iterator[str]:
         waits = one.phases["data"] / figures.step_time
         if waits > LOADS:
             yield f"rank {one.rank} waits {waits:.0%} of the step for its loader: more num_workers, or less work there"
-    possible = what_if(figures)
-    for change in sorted(possible, key=lambda change: -change.gain):
-        if change.gain < WORTH:
-            break
-        text = _text(change)
-        if text:
-            yield text
+    texts = [_text(one) for one in sorted(what_if(figures), key=lambda one: -one.gain) if one.gain >= WORTH]
+    yield from [text for text in texts if text][:MOST]
     if figures.share_of_optimum < 1.0 - WORTH and figures.run.header.policy in ("even", "fixed", "static"):
         gain = figures.step_time / figures.optimum - 1.0
         policy = figures.run.header.policy

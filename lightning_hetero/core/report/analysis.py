@@ -175,7 +175,8 @@ class RunFigures:
     @property
     def share_of_solo(self) -> float:
         """Rate over the sum of the rates that the workers have while they are busy."""
-        return self.rate / sum(one.size * self.last[-1].accumulation / one.compute for one in self.workers_busy)
+        solo = sum(one.size * self.last[-1].accumulation / one.compute for one in self.workers_busy)
+        return self.rate / solo if solo > 0 else math.nan
 
     @property
     def workers_busy(self) -> tuple[WorkerFigures, ...]:
@@ -236,7 +237,9 @@ class RunFigures:
             return f"the link ({self.link_share:.0%} of the step)"
         compute = np.array([one.compute for one in self.workers])
         slowest = int(compute.argmax())
-        last = np.flatnonzero(compute >= compute[slowest] - BALANCED * self.step_time)
+        newest = self.last[-1]
+        noise = 3.0 * max(newest.jitter, default=0.0) * compute[slowest] / max(newest.timed, 1) ** 0.5
+        last = np.flatnonzero(compute >= compute[slowest] - max(BALANCED * self.step_time, noise))
         if len(compute) == 1 or len(last) > 1:
             loads = float(np.mean([self.workers[rank].phases["data"] for rank in last]))
             what = "loading" if loads > BOUND_BY_DATA * self.step_time else "computing"

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 from lightning_hetero.core.report.records import (
@@ -37,7 +37,9 @@ class RecordError(ValueError):
 
 
 def as_line(record: Record) -> str:
-    """Return a record as one line of JSON; what has its default value is left out, numbers have six digits.
+    """Return a record as one line of JSON; what has its default value is left out.
+
+    Numbers have six digits, and times since the run began milliseconds.
 
     Example:
         >>> as_line(GainRecord(12.0, 0, 40, 0.2731234567, 0.241)).strip()
@@ -46,10 +48,15 @@ def as_line(record: Record) -> str:
     values = asdict(record) if isinstance(record, RunHeader) else vars(record)
     kept = {one.name: values[one.name] for one in fields(record) if not _is_default(one, values[one.name])}
     kept = {"kind": record.kind, **({"version": VERSION} if record.kind == "run" else {}), **kept}
-    return json.dumps(_rounded(kept), separators=(",", ":"), allow_nan=False, ensure_ascii=False) + "\n"
+    plain = _rounded(kept)
+    if isinstance(plain.get("time"), float):
+        plain["time"] = round(float(kept["time"]), 3)
+    return json.dumps(plain, separators=(",", ":"), allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def _is_default(one: Any, value: Any) -> bool:
+    if one.default is MISSING and one.default_factory is MISSING:
+        return False
     return value == one.default or (isinstance(value, float) and not math.isfinite(value)) or value in ((), {})
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 __all__ = [
+    "FILE_NAME",
     "VERSION",
     "ChangeRecord",
     "EndRecord",
@@ -28,6 +29,8 @@ __all__ = [
 
 VERSION = 1
 """Version of the schema."""
+FILE_NAME = "hetero_run.jsonl"
+"""Name of the file in the logger's directory."""
 
 Sizes = tuple[int, ...]
 Seconds = tuple[float, ...]

@@ -1,7 +1,8 @@
 """Step times with other workers, one left out, added or not bounded, by the time model of a recorded round."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -62,9 +63,16 @@ def what_if(figures: RunFigures) -> tuple[WhatIf, ...]:
         return ()
     low, high = figures.bounds(one)
     workers, now = len(one.sizes), figures.optimum
-    found = []
+    found: list[WhatIf] = []
+    known: dict[tuple[Any, ...], Any] = {}
 
     def solve(change: str, rank: int, order: list[int], free: bool = False) -> None:
+        key = change, *cluster.array[rank].tolist(), low[rank], None if high is None else high[rank]
+        if key in known:  # of equal workers, one stands for all
+            if known[key] is not None:
+                found.append(replace(known[key], rank=rank))
+            return
+        known[key] = None
         nodes = NodeModels(cluster.array[order])
         most = None if high is None else [NO_LIMIT if free and i == rank else high[i] for i in order]
         least = [low[i] for i in order]
@@ -73,7 +81,8 @@ def what_if(figures: RunFigures) -> tuple[WhatIf, ...]:
         changed = ClusterTimeModel(nodes, cluster.gamma, cluster.t_o, cluster.t_u)
         time = solve_optperf(changed, one.total, min_local=least, max_local=most).step_time
         if time is not None and np.isfinite(time):
-            found.append(WhatIf(change, rank, float(time), now / float(time) - 1.0))
+            known[key] = WhatIf(change, rank, float(time), now / float(time) - 1.0)
+            found.append(known[key])
 
     everyone = list(range(workers))
     for rank in everyone:

@@ -5,15 +5,12 @@ import os
 from pathlib import Path
 
 from lightning_hetero.core.report.json_lines import as_line
-from lightning_hetero.core.report.records import EndRecord, Record, RoundRecord, RunHeader
+from lightning_hetero.core.report.records import FILE_NAME, EndRecord, Record, RoundRecord, RunHeader
 from lightning_hetero.core.report.run_record import RunRecord
 
-__all__ = ["NAME", "RunFile"]
+__all__ = ["RunFile"]
 
 log = logging.getLogger("lightning_hetero")
-
-NAME = "hetero_run.jsonl"
-"""Name of the file in the logger's directory."""
 
 
 class RunFile:
@@ -52,7 +49,7 @@ class RunFile:
         """Write all lines so far to the file of a folder, after those of earlier runs, and later ones as they come."""
         if self.path is not None or not self._records:
             return
-        self.path = folder / NAME
+        self.path = folder / FILE_NAME
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._before = self.path.stat().st_size if self.path.exists() else 0

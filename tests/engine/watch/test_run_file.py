@@ -5,10 +5,11 @@ import errno
 import pytest
 
 from lightning_hetero.core.report.json_lines import as_line
+from lightning_hetero.core.report.records import FILE_NAME as NAME
 from lightning_hetero.core.report.records import ChangeRecord, EndRecord, RoundRecord
 from lightning_hetero.core.report.run_record import RunRecord
 from lightning_hetero.engine.watch import run_file
-from lightning_hetero.engine.watch.run_file import NAME, RunFile
+from lightning_hetero.engine.watch.run_file import RunFile
 from tests.recorded import header
 
 

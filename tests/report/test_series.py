@@ -1,0 +1,83 @@
+"""Places of changes on the axis of steps, and which rounds, workers and lines are shown of many."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lightning_hetero.core.report.analysis import RunFigures
+from lightning_hetero.core.report.records import RoundRecord
+from lightning_hetero.core.report.run_record import RunRecord
+from lightning_hetero.report.figures import alike
+from lightning_hetero.report.series import StepAxis, round_series, shown_workers, thinned
+from tests.report.runs import Cluster, header, simulated
+
+
+def at(epoch, step, count, sizes=(4, 4)):
+    return RoundRecord(float(10 * epoch + step), epoch, step, count, 0, sizes)
+
+
+AXIS = StepAxis(RunRecord(header(), (at(0, 9, 10), at(0, 19, 10), at(1, 4, 15), at(1, 14, 10))))
+
+
+@pytest.mark.parametrize(
+    ("place", "steps"),
+    [
+        ((0, 0), 0),
+        ((0, 5), 5),
+        ((0, 10), 10),
+        ((0, 12), 12),
+        ((0, 25), 30),  # the epoch has 30 steps, and the round of the next one counts back to its beginning
+        ((1, 0), 30),
+        ((1, 3), 33),
+        ((1, 15), 45),
+        ((1, 20), 50),
+        ((2, 0), 45),
+        ((2, 3), 48),
+    ],
+)
+def test_a_step_of_an_epoch_has_its_place_on_the_axis(place, steps):
+    assert AXIS.at(*place) == steps
+
+
+def test_without_a_round_all_is_at_the_beginning():
+    assert StepAxis(RunRecord(header())).at(3, 4) == 0
+
+
+def test_a_split_begins_where_its_change_says():
+    run = simulated(rounds=3, steps=10, straggler=False)
+    series = round_series(run)
+    assert series.steps.tolist() == [10, 20, 30]
+    assert series.starts.tolist() == [0, 12, 20], "the change holds from two steps after the round on"
+    assert series.last == 30
+
+
+def test_of_many_rounds_those_around_changes_are_shown():
+    rounds = [at(0, i, 1, (4, 4) if i < 777 else (5, 3)) for i in range(2000)]
+    found = thinned(rounds)
+    assert {0, 776, 777, 1999} <= set(found)
+    assert len(found) <= 400
+    assert found == sorted(set(found))
+    busy = [at(0, i, 1, (4 + i % 2, 4 - i % 2)) for i in range(2000)]
+    assert len(thinned(busy)) <= 400
+
+
+def test_equal_lines_are_one_and_all_workers_are_accounted_for():
+    one = round_series(simulated(rounds=2, steps=2, straggler=False))
+    sizes = np.array([[8.0] * 40, [*range(20), *range(20)]])
+    lines, hidden = alike(replace(one, sizes=sizes))
+    assert len(lines) == 12
+    assert [0, 20] in lines
+    assert [19, 39] in lines
+    assert sorted([*hidden, *(rank for ranks in lines for rank in ranks)]) == list(range(40))
+    few = replace(one, sizes=np.array([[4.0, 4.0, 4.0], [6.0, 3.0, 3.0]]))
+    assert alike(few) == ([[0], [1, 2]], [])
+
+
+def test_of_many_workers_the_busiest_and_the_idlest_are_shown():
+    run = simulated(Cluster(speeds=(1.0, 0.5) * 20), total=800, rounds=2, steps=2, straggler=False)
+    figures = RunFigures(run)
+    shown = shown_workers(figures)
+    order = sorted(range(40), key=lambda rank: figures.workers[rank].compute)
+    assert set(order[:7]) | set(order[-7:]) <= set(shown)
+    assert len(shown) == 16

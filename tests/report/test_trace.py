@@ -1,0 +1,203 @@
+"""The trace of sampled steps against steps whose every event is known."""
+
+import json
+import math
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lightning_hetero.core.report.records import RoundRecord
+from lightning_hetero.core.report.run_record import RunRecord
+from lightning_hetero.report import read_run, trace_events
+from lightning_hetero.report.step_layout import place_steps
+from tests.report.runs import Cluster, header, simulated, written
+
+BUSY = ("data", "forward", "backward", "optimizer")
+EXACT = {
+    "two buckets": {"shares": (0.3, 1.0), "link": (0.003, 0.004)},
+    "one bucket": {"shares": (1.0,), "link": (0.005,)},
+    "a link that limits": {"shares": (0.3, 1.0), "link": (0.08, 0.05)},
+    "accumulation": {"shares": (0.3, 1.0), "link": (0.003, 0.004), "accumulation": 3},
+    "one worker": {"speeds": (1.0,), "shares": (0.3, 1.0), "link": (0.001, 0.001)},
+    "a slow loader": {"shares": (0.3, 1.0), "link": (0.003, 0.004), "slow": {(1, "data"): 30.0}},
+    "a slow optimizer": {"shares": (0.3, 1.0), "link": (0.003, 0.004), "slow": {(2, "optimizer"): 9.0}},
+}
+
+
+def traced(run):
+    """Events of a trace that have a length: rank, row, name, start and end in seconds."""
+    trace = trace_events(run)
+    json.dumps(trace, allow_nan=False)
+    rows = {
+        (one["pid"], one["tid"]): one["args"]["name"] for one in trace["traceEvents"] if one["name"] == "thread_name"
+    }
+    return [
+        (one["pid"], rows[one["pid"], one["tid"]], one["name"], one["ts"] / 1e6, (one["ts"] + one["dur"]) / 1e6)
+        for one in trace["traceEvents"]
+        if one["ph"] == "X"
+    ]
+
+
+def by_row(events):
+    found = defaultdict(list)
+    for rank, row, _, start, end in events:
+        found[rank, row].append((start, end))
+    return {key: sorted(spans) for key, spans in found.items()}
+
+
+def ends_of_steps(events):
+    """Ends of the last bucket's all-reduce on each rank."""
+    last = max((row for _, row, *_ in events if row.startswith("all-reduce")), default="")
+    return {rank: [end for _, end in spans] for (rank, row), spans in by_row(events).items() if row == last}
+
+
+def check(events):
+    """What holds for every trace."""
+    for (rank, row), spans in by_row(events).items():
+        assert all(end >= start for start, end in spans), (rank, row)
+        assert all(a[1] <= b[0] + 1e-9 for a, b in zip(spans, spans[1:], strict=False)), (rank, row)
+    ends = ends_of_steps(events)
+    assert all(own == pytest.approx(next(iter(ends.values())), abs=1e-9) for own in ends.values())
+    busy = defaultdict(list)
+    for rank, row, _, start, end in events:
+        if row in (*BUSY, "waiting"):
+            busy[rank].append((start, end))
+    for spans in busy.values():
+        spans.sort()
+        assert all(a[1] <= b[0] + 1e-9 for a, b in zip(spans, spans[1:], strict=False)), "one thing at a time"
+    return ends
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_parts_are_where_they_were(name):
+    cluster = Cluster(**EXACT[name], jitter=0.05)
+    rounds = 2
+    run = simulated(cluster, total=48, rounds=rounds, steps=12, straggler=False)
+    events = traced(run)
+    ends = check(events)
+    true_ends = sorted({one.end for one in cluster.events if one.what == f"all-reduce {len(cluster.link) - 1}"})
+    shift = ends[0][-1] - true_ends[-1]
+    since = true_ends[-3]  # of the last round's sample, all but its first step, of which less is known
+    true = [one for one in cluster.events if one.start >= since - 1e-9]
+    assert len(true) >= 10 * len(cluster.speeds)
+    for one in true:
+        near = [e for e in events if (e[0], e[2]) == (one.rank, one.what) and abs(e[3] - shift - one.start) < 2e-6]
+        assert any(abs(e[4] - shift - one.end) < 2e-6 for e in near), one
+
+
+@pytest.mark.parametrize("name", ["two buckets", "accumulation", "a slow loader"])
+def test_waiting_is_the_rest_of_a_step(name):
+    cluster = Cluster(**EXACT[name], jitter=0.05)
+    run = simulated(cluster, total=48, rounds=1, steps=12, straggler=False)
+    events = traced(run)
+    ends = ends_of_steps(events)
+    for rank, own in ends.items():
+        for before, after in zip(own, own[1:], strict=False):
+            spent = sum(
+                end - start
+                for r, row, _, start, end in events
+                if r == rank and row in (*BUSY, "waiting") and before - 1e-9 <= start < after - 1e-9
+            )
+            assert spent == pytest.approx(after - before, abs=1e-7)
+
+
+def test_who_is_waited_for_is_named():
+    cluster = Cluster(**EXACT["a slow loader"], jitter=0.0)
+    events = traced(simulated(cluster, total=48, rounds=1, steps=5, straggler=False))
+    names = defaultdict(set)
+    for rank, row, name, *_ in events:
+        if row == "waiting":
+            names[rank].add(name)
+    assert names[0] == names[2] == {"waiting for rank 1", "waiting for the link"}
+    assert names[1] == {"waiting for the link"}
+
+
+def test_buckets_between_first_and_last_end_where_they_were_averaged():
+    cluster = Cluster(shares=(0.2, 0.5, 0.7, 1.0), link=(0.002,) * 4)
+    events = traced(simulated(cluster, total=48, rounds=1, steps=5, straggler=False))
+    check(events)
+    ends = ends_of_steps(events)
+    true = [sorted({one.end for one in cluster.events if one.what == f"all-reduce {i}"})[-1] for i in range(4)]
+    for rank in range(3):
+        found = [by_row(events)[rank, f"all-reduce of bucket {i}"][-1][1] for i in range(4)]
+        assert np.array(found) - ends[0][-1] == pytest.approx(np.array(true) - true[-1], abs=1e-6)
+
+
+def test_rounds_follow_each_other_and_end_at_their_marks(tmp_path):
+    run = read_run(written(simulated(rounds=8, steps=6), tmp_path))
+    events = traced(run)
+    check(events)
+    assert len(ends_of_steps(events)[0]) == 8 * 3
+    assert max(end for *_, end in events) == pytest.approx(run.rounds[-1].time, abs=2e-4)
+    assert min(start for _, _, _, start, _ in events) >= 0
+
+
+def row(**changed):
+    values = {
+        **{"size": 8, "forward": 0.03, "backward": 0.06, "first_bucket": 0.02, "overlapped_sync": 0.0},
+        **{"last_sync": 0.01, "step_time": 0.2, "data": 0.01, "optimizer": 0.01},
+        **changed,
+    }
+    assert tuple(values)[:9] == RoundRecord.SAMPLED
+    return (*(values[name] for name in RoundRecord.SAMPLED), *values.get("ends", (0.03, 0.07)))
+
+
+def of_rows(*steps, count=1, **changed):
+    one = RoundRecord(5.0, 0, 9, 10, 8, (8,) * len(steps[0]), accumulation=count, sample=steps, **changed)
+    return RunRecord(header(speeds=(1.0,) * len(steps[0])), (one,))
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("more than fits", [row(step_time=0.05)] * 2),
+        ("a backward pass beyond its end", [row(backward=0.5)] * 2),
+        ("an update longer than the step", [row(optimizer=0.9)] * 2),
+        ("a step time that is not known", [row(), row(step_time=math.nan)]),
+        ("clocks that differ", [row(step_time=0.2), row(step_time=0.201)]),
+        ("a bucket that is missing", [row(ends=(math.nan, 0.07))] * 2),
+        ("no bucket", [row(ends=())] * 2),
+        ("ends that fall", [row(ends=(0.09, 0.07))] * 2),
+        ("no time at all", [row(forward=0.0, backward=0.0, data=0.0, optimizer=0.0, ends=(0.0,), last_sync=0.0)] * 2),
+        ("a first bucket after the last", [row(first_bucket=0.5)] * 2),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 4])
+def test_rows_that_do_not_agree_still_give_a_trace(name, rows, count):
+    events = traced(of_rows(*[rows] * 3, count=count))
+    check(events)
+    assert all(math.isfinite(value) for event in events for value in event[3:])
+
+
+def test_several_backward_passes_in_a_batch_keep_their_time():
+    events = traced(of_rows(*[[row(backward=0.1)]] * 2))
+    backward = [end - start for _, row_, _, start, end in events if row_ == "backward"]
+    assert sum(backward) == pytest.approx(2 * 0.1)
+
+
+@pytest.mark.parametrize("sample", [(), ((),), (((1.0, 2.0),),), ((row(forward=math.nan),),), ((row(data=-1.0),),)])
+def test_a_round_without_a_usable_sample_has_no_steps(sample):
+    assert place_steps(RoundRecord(5.0, 0, 9, 10, 8, (8,), sample=sample), 0.0) == []
+
+
+def test_steps_that_took_longer_than_the_run_come_later():
+    rounds = of_rows([row()], [row()], [row()]).rounds
+    run = RunRecord(header(speeds=(1.0,)), tuple(replace(rounds[0], time=0.01 * i) for i in range(4)))
+    events = traced(run)
+    check(events)
+    assert min(start for _, _, _, start, _ in events) >= 0
+
+
+def test_changes_stragglers_and_names_are_there():
+    run = simulated(rounds=8, steps=6)
+    events = trace_events(run)["traceEvents"]
+    processes = [one["args"]["name"] for one in events if one["name"] == "process_name"]
+    assert processes[0] == "rank 0: NVIDIA A100-SXM4-40GB"
+    assert len(processes) == 3
+    marks = [one for one in events if one["ph"] == "i"]
+    assert len(marks) == len(run.changes) + len(run.stragglers)
+    assert {one["args"]["why"] for one in marks} >= {one.reason for one in run.changes}
+    counters = [one for one in events if one["ph"] == "C" and one["pid"] == 0]
+    assert [one["args"]["samples"] for one in counters][:2] == [32, run.changes[0].sizes[0]]
