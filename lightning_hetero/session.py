@@ -1,7 +1,6 @@
 """Custom training loops under the engine: Accelerate, Fabric, plain torch.
 
-Lightning tells its strategy when a step begins and ends. A custom loop only asks for batches, and that is enough: a
-step begins when its batch is handed out and ends when the loop asks for the next one.
+A custom loop need not say when a step begins and ends: it does when the loop asks for the next batch.
 """
 
 from collections.abc import Callable, Iterator

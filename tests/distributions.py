@@ -21,7 +21,8 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 NAME = "lightning_hetero"
-DATA = {"py.typed", "simulate/devices/published.json"}
+REPORT = {"report/page.html", "report/style.css", "report/theme.js"}
+DATA = {"py.typed", "simulate/devices/published.json", *REPORT}
 MADE = re.compile(r"PKG-INFO|setup\.cfg|lightning_hetero\.egg-info/.*")
 """Files of a source distribution that setuptools writes."""
 

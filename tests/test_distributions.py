@@ -43,10 +43,11 @@ def test_the_wheel_has_the_package_and_nothing_else(built):
 
 def test_the_text_for_pypi_has_no_relative_links(metadata):
     text = metadata.partition("\n\n")[2]
-    targets = re.findall(r"\]\(([^)\s]+)", text) + re.findall(r"""(?:src|srcset|href)=["']([^"']+)""", text)
+    targets = re.findall(r"\]\(([^)\s]+)", text) + re.findall(r"^\[[^]]+\]: (\S+)$", text, re.M)
+    targets += re.findall(r"""(?:src|srcset|href)=["']([^"']+)""", text)
     assert len(targets) > 10
     assert not [target for target in targets if not re.match(r"https://|#", target)]
-    ours = "https://(?:raw.githubusercontent|github).com/lightning-hetero/lightning-hetero/(?:blob/)?v[\\d.]+/([^#]+)"
+    ours = "https://(?:raw.githubusercontent|github).com/lightning-hetero/lightning-hetero/(?:blob/)?(?:main|v[\\d.]+)/([^#]+)"
     files = {match[1] for match in map(re.compile(ours).match, targets) if match}
     assert files
     assert not [name for name in files if not (distributions.ROOT / name).is_file()]

@@ -14,11 +14,11 @@ __all__ = ["COMMANDS", "main"]
 SCRIPT = "[options] script [its arguments]"
 CLUSTER = "[options] [CLUSTER]"
 COMMANDS = {
-    "completion": Command(
-        "completion", "{bash,zsh,tcsh}", "write the script that completes this command", "completion"
-    ),
     "compare": Command(
         "compare", "[options] A B", "compare two recorded runs, with an exit code for automated checks", "report"
+    ),
+    "completion": Command(
+        "completion", "{bash,zsh,tcsh}", "write the script that completes this command", "completion"
     ),
     "config": Command(
         "configure", "[options]", "ask for the settings and write an Accelerate config file with them", "accelerate"

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.report.analysis import RunFigures
 from lightning_hetero.core.report.run_record import RunRecord
 from lightning_hetero.report.series import share_of_solo
@@ -42,6 +43,7 @@ class ComparedFigure:
         return self.b / self.a if known else math.nan
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class Comparison:
     """Comparison of two runs.

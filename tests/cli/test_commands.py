@@ -28,7 +28,7 @@ def refused(capsys, *arguments):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["lunch"], "error: unknown command 'lunch'. Did you mean launch? Commands are completion, config, doctor, "),
+        (["lunch"], "error: unknown command 'lunch'. Did you mean launch? Commands are compare, completion, config, "),
         (["--verison"], "error: unknown option --verison. Did you mean --version?"),
         (["plan", "--workloda", "x"], "plan: error: unknown option --workloda. Did you mean --workload?"),
         (["plan", "B", "--toal-batch=64"], "plan: error: unknown option --toal-batch. Did you mean --total-batch?"),

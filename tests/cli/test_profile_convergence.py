@@ -133,7 +133,7 @@ def test_a_probe_that_hangs_is_ended_with_its_workers(profile, tmp_path, capsys)
         (["--timeout", "-1"], "argument --timeout: -1 is out of range; give seconds above 0"),
         (["no-script.py"], "script=no-script.py is no file"),
         (["--output", "/nowhere/profile.json"], "--output /nowhere/profile.json: the folder /nowhere does not exist"),
-        (["--speed", "3"], "unrecognized arguments: --speed"),
+        (["--speed", "3"], "unknown option --speed. Did you mean --seed?"),
     ],
 )
 def test_bad_options_are_named_before_anything_starts(profile, tmp_path, capsys, options, says):

@@ -121,7 +121,7 @@ def header(speeds=(1.0, 0.5, 0.3), total=96, **changed):
         "hostname": "gpu-box-1",
     }
     front = ("0.2.0", "Trainer", "hetero_ddp", "perf_model")
-    return replace(RunHeader(1.78e9, *front, workers, total, **given), **changed)
+    return replace(RunHeader(1_780_000_000, *front, workers, total, **given), **changed)
 
 
 def round_of(cluster, sizes, steps, *, begun, epoch, step, first, sampled=3):

@@ -27,10 +27,8 @@ __all__ = [
     "WorkerRecord",
 ]
 
-VERSION = 1
-"""Version of the schema."""
-FILE_NAME = "hetero_run.jsonl"
-"""Name of the file in the logger's directory."""
+VERSION, FILE_NAME = 1, "hetero_run.jsonl"
+"""Version of the schema, and name of the file in the logger's directory."""
 
 Sizes = tuple[int, ...]
 Seconds = tuple[float, ...]
@@ -134,8 +132,7 @@ class RoundRecord:
         noise_scale: gradient noise scale, NaN if it is not measured.
         goodput: statistical efficiency times samples/s, NaN if it is not known.
         kept: why the split stays, empty if it changes.
-        sample: newest timed steps in full, ``[step][worker][value]`` with the values of :data:`SAMPLED` and then the
-            end of each bucket; may be empty.
+        sample: newest timed steps, ``[step][worker][value]``: the values of :data:`SAMPLED`, then each bucket's end.
 
     Example:
         >>> RoundRecord(12.5, epoch=0, step=40, count=10, timed=8, sizes=(24, 8)).total

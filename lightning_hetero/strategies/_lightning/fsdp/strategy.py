@@ -62,8 +62,7 @@ class HeteroFSDPMixin(UnevenStepsMixin):
         max_local_batch_sizes: most samples of a worker (memory), one number or one per worker.
         weight_fn: returns the items (tokens, pixels) that a batch's mean loss averages: ``weight_fn(batch) -> number``.
         replan: ``"auto"``, ``"epoch"``, or a number of optimizer steps between two sync rounds.
-        hysteresis: least predicted gain, as a share of the step time, for which the plan changes, 0 to 1; by default
-            any significant gain above the cost of the change.
+        hysteresis: least gain, as a share of the step time, for which the plan changes; by default any significant one.
         change_cost: seconds that a change of the split costs (recompiling, autotuning); measured by default.
         balance_evaluation: split validation, test and predict data by speed, without repeating samples.
         auto_wrap_policy: classes of the blocks that the strategy shards, such as ``{GPT2Block}``. By default, members
@@ -80,13 +79,11 @@ class HeteroFSDPMixin(UnevenStepsMixin):
         concat_fn: with ``batch_size=None``, puts parts of batches together: ``concat_fn(parts)``.
         cost_fn: cost of a sample, which divides batches: ``"auto"``, ``"tokens"``, ``cost_fn(sample)`` or ``None``.
         report: record the run in the logger's directory, or in a folder given by name, and log a summary at its end.
-        kwargs: arguments of Lightning's ``ModelParallelStrategy``: ``save_distributed_checkpoint``, ``timeout``,
-            ``process_group_backend``.
+        kwargs: ``save_distributed_checkpoint``, ``timeout`` and ``process_group_backend`` of Lightning's strategy.
 
     Raises:
         TypeError: if an argument has the wrong type, or a name is unknown.
-        ValueError: if an argument is out of range, contradicts another, or belongs to a way of averaging that FSDP
-            replaces.
+        ValueError: if an argument is out of range, contradicts another, or averages in a way that FSDP replaces.
 
     Example:
         >>> from lightning_hetero import HeteroFSDPStrategy
