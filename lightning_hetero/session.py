@@ -77,7 +77,7 @@ class HeteroSession(TotalAccess):
         directory: Path | None = None,
         front_end: str = "own loop",
     ) -> None:
-        self.engine, self.directory, self._report = engine, directory, SessionReport(engine, front_end, directory)
+        self.engine, self.directory, self.report = engine, directory, SessionReport(engine, front_end, directory)
         # a custom loop may fetch several batches before a backward pass, and accumulates as it likes
         engine.weighting.hold_several()
         engine.rounds.keep_window()
@@ -231,7 +231,7 @@ class HeteroSession(TotalAccess):
 
     def _exchange(self) -> None:
         plan = self.engine.plan
-        self._report.begin(self.planner)
+        self.report.begin(self.planner)
         self.planner = self._adaptation.begun(self.planner)
         done = self.engine.exchange(self.planner, not_before=self.position)
         self.planner = done.planner if done.planner is not None else self.planner
@@ -246,7 +246,7 @@ class HeteroSession(TotalAccess):
     def close(self) -> None:
         """Close the engine; let the process group's threads finish, for which its destructor would wait in vain."""
         self._adaptation.close()
-        self._report.end()
+        self.report.end()
         self.engine.close()
         if self.engine.world_size > 1:
             let_threads_go()

@@ -9,6 +9,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+import transformers
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
@@ -21,6 +22,7 @@ from lightning_hetero.core.report.run_record import RunRecord
 from lightning_hetero.simulate import DeviceProfile, EmulatedDeviceCallback
 from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as HeteroDDPFabric
 from tests.helpers import Points, Regressor, collected, fit, run_ranks, trainer_of
+from tests.transformers.runs import arguments, llama, of, padded, texts, trained
 
 FAST = DeviceProfile(q=0.0002, s=0.002, k=0.0004, m=0.002, name="fast")
 SLOW = DeviceProfile(q=0.0006, s=0.006, k=0.0012, m=0.006, name="slow")
@@ -296,7 +298,15 @@ def _accelerate(rank, folder):
     return said
 
 
-@pytest.mark.parametrize(("run", "front_end"), [(_fabric, "Fabric"), (_accelerate, "Accelerate")])
+def _transformers(rank, folder):
+    said, args = collected(), arguments(16, None, hetero_replan=4, output_dir=folder)
+    trained(of(transformers.Trainer)(model=llama(), args=args, train_dataset=texts(320), data_collator=padded))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("run", "front_end"), [(_fabric, "Fabric"), (_accelerate, "Accelerate"), (_transformers, "Transformers")]
+)
 def test_every_front_end_records_the_run(tmp_path, run, front_end):
     said, other = run_ranks(run, 2, str(tmp_path))
     record = read(tmp_path)

@@ -106,14 +106,18 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
             local_rank=self.local_process_index,
             timeout=None if self.init_handler is None else self.init_handler.timeout,
         )
-        folder = Path(self.logging_dir) if self.logging_dir else None
+        folder, front_end = self._record()
         self.hetero_session = HeteroSession(
-            engine, on_metrics=self._keep_metrics, directory=folder, front_end="Accelerate"
+            engine, on_metrics=self._keep_metrics, directory=folder, front_end=front_end
         )
         tell(engine, self.hetero_session.planner)
         self.ddp_handler = HookedDDP(self.ddp_handler or DistributedDataParallelKwargs(), self, engine)
         self.register_save_state_pre_hook(self._save_hetero)
         self.register_load_state_pre_hook(self._load_hetero)
+
+    def _record(self) -> tuple[Path | None, str]:
+        """Return the folder for the record of the run, and what runs the training loop."""
+        return Path(self.logging_dir) if self.logging_dir else None, "Accelerate"
 
     # prepare
 

@@ -5,6 +5,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,10 +83,16 @@ class TrainerAccelerator(HeteroAccelerator):
     """
 
     def __init__(self, *args: Any, trainer: object, **kwargs: Any) -> None:
+        self._arguments = getattr(trainer, "args", None)
         super().__init__(*args, **kwargs)
         self._trains: bool | None = None
         if self.engine is not None:
             self.engine.weighting.count_with(LabelCount(trainer))
+
+    def _record(self) -> tuple[Path | None, str]:
+        """Return the folder of the trainer's logs, else that of its output."""
+        folder = getattr(self._arguments, "logging_dir", None) or getattr(self._arguments, "output_dir", None)
+        return Path(folder) if folder else None, "Transformers"
 
     def _begin(self) -> None:
         assert self.hetero_plugin is not None

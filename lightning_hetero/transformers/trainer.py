@@ -75,7 +75,10 @@ class HeteroTrainer(module.Trainer):
         if self._hetero is None:
             return super()._inner_training_loop(*args, **kwargs)
         with _replaced("skip_first_batches", self._hetero.skip_first_batches), self._announced():
-            return super()._inner_training_loop(*args, **kwargs)
+            result = super()._inner_training_loop(*args, **kwargs)
+        if self._hetero.hetero_session is not None:
+            self._hetero.hetero_session.report.end()
+        return result
 
     @contextmanager
     def _announced(self) -> Iterator[None]:
