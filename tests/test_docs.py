@@ -27,6 +27,7 @@ from lightning_hetero.core.metrics import noise_metrics as noise_scale_metrics
 from lightning_hetero.core.metrics import plan_metrics
 from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.elastic import MergeRecord
+from lightning_hetero.engine.watch.watch import RunWatch
 from lightning_hetero.frontend.adaptive_total import AdaptiveTotal
 from lightning_hetero.strategies._lightning.ddp import HeteroDDPMixin
 from lightning_hetero.strategies._lightning.elastic.strategy import HeteroElasticMixin
@@ -141,7 +142,8 @@ def metrics_written():
     seen = StepObservations.from_array(np.ones((3, 2, len(StepObservations.FIELDS))))
     metrics = plan_metrics(seen, BatchPlan(8, (6, 2)), 0.5, error=0.01)
     names = {re.sub(r"rank\d+", "rank{i}", name) for name in metrics}
-    return names | set(METRIC.findall(inspect.getsource(DenseStaleAverager.metrics)))
+    sources = inspect.getsource(DenseStaleAverager.metrics) + inspect.getsource(RunWatch.metrics)
+    return names | set(METRIC.findall(sources))
 
 
 def adaptive_metrics():
