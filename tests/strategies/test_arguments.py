@@ -254,6 +254,7 @@ SETTINGS = {
     "max_local_batch_sizes": 64,
     "weight_fn": len,
     "cost_fn": len,
+    "report": False,
     "replan": 7,
     "hysteresis": 0.1,
     "change_cost": 12.5,

@@ -705,7 +705,7 @@ def test_what_auto_knows_is_measured():
 
 
 def test_wrong_arguments_are_refused_at_construction():
-    with pytest.raises(ValueError, match="allowed are 'block_topk'"):
+    with pytest.raises(ValueError, match="Allowed are 'block_topk'"):
         HeteroDDPStrategy(compression="topk")
     with pytest.raises(TypeError, match="compression=0.01"):
         HeteroDDPStrategy(compression=0.01)

@@ -77,7 +77,13 @@ def test_it_ends_as_the_program_does(code, status, error):
     assert bool(done.stderr) == bool(error)
 
 
-WAIT = "import os, time; print(os.getpid(), flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: os._exit(5)"
+WAIT = """
+import os, signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
+print(os.getpid(), flush=True)
+try: time.sleep(60)
+except KeyboardInterrupt: os._exit(5)
+"""
 
 
 @pytest.mark.parametrize(

@@ -120,9 +120,11 @@ class EmulatedDeviceCallback(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Pace nothing any more."""
         self._known.detach()
+        call_device("")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Pace nothing any more."""
+        call_device("")
         if self.device is not None:
             self.device.detach()
 

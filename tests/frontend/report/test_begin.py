@@ -11,10 +11,12 @@ from lightning_hetero.data import PermutationStream
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.engine.watch.recorder import Recorder
 from lightning_hetero.frontend.report.begin import begin_report
+from lightning_hetero.hardware import call_device
 
 
 def engine(**settings):
     """An engine of one rank that records as one of several."""
+    call_device("")
     made = HeteroEngine(HeteroConfig(**settings), rank=0, world_size=1, device=torch.device("cpu"))
     made.rounds.watch.recorder = Recorder(1)
     return made
