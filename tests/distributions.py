@@ -143,7 +143,7 @@ def environment(wheel, folder):
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", "-q"]
-    ran([*install, "--disable-pip-version-check", str(wheel)], folder)
+    ran([*install, "--disable-pip-version-check", str(wheel.resolve())], folder)
     (packages,) = (folder / "lib").glob("python*/site-packages")
     for name in requirements(wheel):
         for file in metadata.files(name) or ():

@@ -63,7 +63,7 @@ def test_the_wheel_says_who_made_it_and_where_things_are(metadata):
 
 def test_the_wheel_works_without_extras_and_breaks_no_import_of_torch(built, tmp_path):
     assert "scipy" not in distributions.requirements(built[1])
-    packages = distributions.check_wheel(built[1], tmp_path)
+    packages = distributions.check_wheel(Path(os.path.relpath(built[1])), tmp_path)
     assert not (packages / "scipy").exists()
     shutil.rmtree(packages / "lightning_hetero")
     (packages / "_lightning_hetero_autoload.py").unlink()

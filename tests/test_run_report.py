@@ -86,13 +86,13 @@ def test_a_trainer_records_the_run_and_says_what_was_gained(tmp_path):
     assert all(row["epoch"] for row in rows)
 
 
-def _without(rank, folder, report):
-    said = collected()
-    fit(rank, {"replan": 4, "report": report}, 2, 4, dataset=Points(80), logger=CSVLogger(folder), log_every_n_steps=1)
+def _without(rank, folder, report, everywhere=True):
+    said, logger = collected(), CSVLogger(folder) if everywhere or rank == 0 else False
+    fit(rank, {"replan": 4, "report": report}, 2, 4, dataset=Points(80), logger=logger, log_every_n_steps=1)
     return said
 
 
-@pytest.mark.parametrize("where", ["off", "mine", "no logger"])
+@pytest.mark.parametrize("where", ["off", "mine", "no logger", "logger on rank 0"])
 def test_where_the_record_is_written(tmp_path, where):
     if where == "off":
         said, _ = run_ranks(_without, 2, str(tmp_path), False)
@@ -102,6 +102,10 @@ def test_where_the_record_is_written(tmp_path, where):
         said, _ = run_ranks(_without, 2, str(tmp_path / "logs"), str(tmp_path / "mine"))
         assert read(tmp_path / "mine").end is not None
         assert [line for line in said if "idle; limited by" in line]
+    elif where == "logger on rank 0":
+        run_ranks(_without, 2, str(tmp_path), True, False)
+        (record,) = tmp_path.rglob("hetero_run.jsonl")
+        assert read(record.parent).end is not None
     else:
         said = run_ranks(_quiet, 2)[0]
         (summary,) = [line for line in said if "idle; limited by" in line]

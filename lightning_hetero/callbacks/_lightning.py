@@ -1,5 +1,7 @@
 """Lightning's names that callbacks use, from whichever of its two packages is installed."""
 
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +28,7 @@ __all__ = [
     "engine_if_any",
     "is_named",
     "log_metrics",
+    "logger_folder",
     "processed",
     "replace_callbacks",
 ]
@@ -73,3 +76,15 @@ def log_metrics(trainer: Trainer, metrics: dict[str, float]) -> None:
     for logger in trainer.loggers:
         logged = {**metrics, "epoch": float(trainer.current_epoch)}
         logger.log_metrics(logged, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def logger_folder(trainer: Trainer) -> Path | None:
+    """Return the folder of a trainer's first logger on rank 0, ``None`` elsewhere and without one.
+
+    ``trainer.log_dir`` is a collective call, which hangs where only rank 0 was given a logger.
+    """
+    if not trainer.is_global_zero or not trainer.loggers:
+        return None
+    logger = trainer.loggers[0]
+    folders = (getattr(logger, "log_dir", None), logger.save_dir)  # a dummy logger has any attribute, as a function
+    return next((Path(folder) for folder in folders if folder and isinstance(folder, str | PathLike)), None)

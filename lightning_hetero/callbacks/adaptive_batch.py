@@ -12,6 +12,7 @@ from lightning_hetero.callbacks._lightning import (
     callbacks_of,
     is_named,
     log_metrics,
+    logger_folder,
 )
 from lightning_hetero.callbacks.base import PolicyCallback
 from lightning_hetero.callbacks.noise_scale import GNSCallback
@@ -151,8 +152,7 @@ class AdaptiveBatchCallback(PolicyCallback):
         trainer.accumulate_grad_batches = planner.accumulation
         engine.rounds.accumulate(planner.accumulation)
         self._total.hold(trainer.optimizers)
-        directory = trainer.log_dir if trainer.loggers else None  # collective
-        self._directory = Path(directory) if directory and trainer.is_global_zero else None
+        self._directory = logger_folder(trainer)
 
     def _exchange(self, trainer: Trainer, not_before: tuple[int, int]) -> None:
         """Reconsider the plan; then all ranks take the learning rates and micro-batches of rank 0."""

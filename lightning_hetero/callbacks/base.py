@@ -5,7 +5,6 @@ engine, which gathers observations, lets rank 0 decide and adopts the plan on al
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 from lightning_hetero.callbacks._display.progress_bar import SplitInBar, lengthen_bar
@@ -18,6 +17,7 @@ from lightning_hetero.callbacks._lightning import (
     Trainer,
     engine_if_any,
     log_metrics,
+    logger_folder,
 )
 from lightning_hetero.core.checkpoint_state import check_tensors, reading_state
 from lightning_hetero.core.keywords import checked_keywords
@@ -125,14 +125,12 @@ class PolicyCallback(Callback):
         self._begin_report(trainer)
 
     def _begin_report(self, trainer: Trainer) -> None:
-        """Begin the record of the run; a collective call."""
+        """Begin the record of the run."""
         engine = self._engine
         if engine is None or not engine.config.report or engine.world_size == 1 or engine.sampler is None:
             return
-        directory = trainer.log_dir if trainer.loggers else None  # collective
         name = getattr(type(trainer.strategy), "strategy_name", type(trainer.strategy).__name__)
-        folder = Path(directory) if directory else None
-        begin_report(engine, self.planner, front_end="Trainer", strategy=name, folder=folder)
+        begin_report(engine, self.planner, front_end="Trainer", strategy=name, folder=logger_folder(trainer))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reconsider the plan before the loader of this epoch is iterated."""
