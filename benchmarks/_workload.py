@@ -6,6 +6,7 @@ Started on every node by the benchmarks of this folder; not meant to be run by h
 import argparse
 import json
 import os
+import tempfile
 import time
 import warnings
 
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import BatchPlan, DynamicBatchPIDCallback, GNSCallback, HeteroDDPStrategy, PerfModelCallback
 from lightning_hetero.core import StepObservations
+from lightning_hetero.report import read_run
 
 torch.set_num_threads(1)
 warnings.filterwarnings("ignore", category=PossibleUserWarning)
@@ -143,9 +145,18 @@ def strategy_of(kind):
     }.get(kind, [])
     if kind == "ddp":
         return "ddp", callbacks
+    if kind in ("recorded", "unrecorded"):
+        return HeteroDDPStrategy(report=tempfile.gettempdir() if kind == "recorded" else False), callbacks
     if kind == "script":
         return HeteroDDPStrategy(policy="even", replan=10), callbacks
     return HeteroDDPStrategy(policy="even" if kind == "even" else None), callbacks
+
+
+def recording(kind):
+    """CPU seconds that the run's record took, as its last line says; 0.0 without one."""
+    if kind != "recorded" or int(os.environ["RANK"]):
+        return 0.0
+    return read_run(tempfile.gettempdir()).end.overhead
 
 
 def main():
@@ -205,6 +216,7 @@ def train(kind, args):
         "cpu_seconds": steps.cpu_seconds,
         "parameters": sum(p.numel() for p in model.parameters()),
         "history": history,
+        "recording": recording(kind),
         "observations": observations.stacked(),
     }
 

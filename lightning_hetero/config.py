@@ -272,5 +272,6 @@ class HeteroConfig:
 
     def fingerprint(self) -> str:
         """Return the text of all settings that must be equal on all ranks."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "probe_memory"}
+        own = ("probe_memory", "report")  # each rank may have its own
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in own}
         return ", ".join(f"{name}={'a function' if callable(given) else given}" for name, given in values.items())

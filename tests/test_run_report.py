@@ -87,6 +87,7 @@ def test_a_trainer_records_the_run_and_says_what_was_gained(tmp_path):
 
 
 def _without(rank, folder, report, everywhere=True):
+    report = f"{report}-{rank}" if isinstance(report, str) else report
     said, logger = collected(), CSVLogger(folder) if everywhere or rank == 0 else False
     fit(rank, {"replan": 4, "report": report}, 2, 4, dataset=Points(80), logger=logger, log_every_n_steps=1)
     return said
@@ -100,7 +101,7 @@ def test_where_the_record_is_written(tmp_path, where):
         assert not [line for line in said if "idle; limited by" in line]
     elif where == "mine":
         said, _ = run_ranks(_without, 2, str(tmp_path / "logs"), str(tmp_path / "mine"))
-        assert read(tmp_path / "mine").end is not None
+        assert read(tmp_path / "mine-0").end is not None
         assert [line for line in said if "idle; limited by" in line]
     elif where == "logger on rank 0":
         run_ranks(_without, 2, str(tmp_path), True, False)

@@ -1,11 +1,15 @@
 """Ends of batches and epochs under elastic averaging, and the metrics of a merge."""
 
+import logging
 from typing import Any, Protocol
 
 from lightning_hetero.callbacks._lightning import Callback, LightningModule, Trainer, log_metrics
 from lightning_hetero.elastic import ElasticEngine, MergeRecord
+from lightning_hetero.elastic.merging.run_summary import summary_of_merges
 
 __all__ = ["ElasticCallback", "merge_metrics"]
+
+log = logging.getLogger("lightning_hetero")
 
 
 def merge_metrics(record: MergeRecord, batch_sizes: tuple[int, ...]) -> dict[str, float]:
@@ -67,3 +71,10 @@ class ElasticCallback(Callback):
             RuntimeError: if it left the epoch inside a mega-batch.
         """
         _strategy(trainer).engine.require_merged("leaving an epoch (a skipped batch, trainer.should_stop)")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log on rank 0 what each worker did, and the speed over equal shares."""
+        engine = _strategy(trainer).engine
+        summary = summary_of_merges(engine.merges, engine.batch_sizes)
+        if summary is not None and trainer.world_size > 1 and trainer.is_global_zero:
+            log.info("%s", summary.text())

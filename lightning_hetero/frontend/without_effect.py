@@ -108,8 +108,13 @@ def without_effect(config: HeteroConfig, run: Run) -> list[NoEffect]:
 
 def _of_one_worker(config: HeteroConfig, run: Run) -> Iterator[NoEffect]:
     if run.world_size == 1:
-        names = [name for name in FOR_SEVERAL if (name, config.policy) != ("policy", "even")]
+        names = [name for name in FOR_SEVERAL if (name, config.policy) != ("policy", "even")] + _of_report(config)
         yield NoEffect(given(config, names), *ALONE)
+
+
+def _of_report(config: HeteroConfig) -> list[str]:
+    """Return the setting of the record, if it asks for one: runs without sync rounds have none."""
+    return ["report"] if isinstance(config.report, str) else []
 
 
 def _of_policy(config: HeteroConfig, run: Run) -> Iterator[NoEffect]:
@@ -133,7 +138,7 @@ def _of_loader(config: HeteroConfig, run: Run) -> Iterator[NoEffect]:
         yield NoEffect((f"the DataLoader's batch_size ({batch_size} per worker)",), reason, cure)
     if not run.split:
         reason, cure = "the training loader is left as it is", "Give one that can be split, or leave it out"
-        names = [*FOR_SPLIT, *(["policy"] if config.policy != "even" else [])]
+        names = [*FOR_SPLIT, *_of_report(config), *(["policy"] if config.policy != "even" else [])]
         names += [] if config.staleness else ["hysteresis"]  # which also applies to the rule of staleness
         yield NoEffect(given(config, names), reason, cure, loses=config.max_local_batch_sizes is not None)
     if run.own_batches is False:

@@ -122,6 +122,14 @@ class OwnGNS(GNSCallback):
             {"split": False},
             ["max_local_batch_sizes=8, replan=5 have no effect: the training loader is left as it is"],
         ),
+        ({"policy": "even", "report": "runs"}, {}, []),
+        ({"policy": "even", "report": False}, {"split": False}, []),
+        (
+            {"policy": "even", "report": "runs"},
+            {"split": False},
+            ["report='runs' has no effect: the training loader is"],
+        ),
+        ({"report": "runs"}, {"world_size": 1}, ["report='runs' has no effect: " + ONE_WORKER]),
         ({"probe_memory": True}, {"planner": PerfModelPlanner()}, []),
         (
             {"probe_memory": True},

@@ -293,7 +293,7 @@ def test_a_setting_reaches_the_run_and_is_compared_between_ranks(name):
         here = name not in (FOR_OWN_LOOPS if strategy is HeteroDDPStrategy else ("staleness",))
         assert not here or getattr(strategy(**given).config, name) == SETTINGS[name]
     other = HeteroConfig(**BESIDE.get(name, {}))
-    assert HeteroConfig(**given).fingerprint() != other.fingerprint()
+    assert (HeteroConfig(**given).fingerprint() != other.fingerprint()) == (name != "report")
 
 
 def _different(rank, what):

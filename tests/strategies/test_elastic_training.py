@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import GNSCallback, HeteroElasticStrategy, PerfModelCallback
 from lightning_hetero.core.merging.rules import MERGES
-from tests.helpers import Points, Regressor, covered, fit, run_ranks, trainer_of
+from tests.helpers import Points, Regressor, collected, covered, fit, run_ranks, trainer_of
 from tests.strategies.elastic_helpers import Clocked, elastic
 
 COSTS = (1.0, 2.5)
@@ -463,6 +463,22 @@ def test_a_mega_batch_smaller_than_a_batch_each_is_refused():
 def test_limit_train_batches_counts_batches_of_all_ranks(limit, samples):
     results = elastic(2, 4, SLOW, limit_train_batches=limit, max_epochs=1)
     assert len(covered(results, 0)) == len(set(covered(results, 0))) == samples
+
+
+def _summarized(rank):
+    said, strategy = collected(), HeteroElasticStrategy(merge="mean", **SLOW)
+    fit(rank, strategy, 2, 4, dataset=Points(64), callbacks=[Clocked(COSTS)])
+    told = [line for line in said if line.startswith("hetero_elastic: ") and "merges" in line]
+    return told, strategy.merges
+
+
+def test_the_first_rank_logs_a_summary_of_the_merges_at_the_end():
+    (told, merges), (others, _) = run_ranks(_summarized, 2)
+    assert others == []
+    (text,) = told
+    assert f"{len(merges)} merges" in text
+    for rank in range(2):
+        assert f" {sum(merge.samples[rank] for merge in merges)} (" in text.splitlines()[2 + rank]
 
 
 def test_fast_dev_run_and_fit_twice():

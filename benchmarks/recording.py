@@ -1,0 +1,84 @@
+"""What the record of a run costs: ``hetero_ddp`` with ``report`` and with ``report=False``, on two equal local workers.
+
+Both take turns in the same two processes, a training each, again and again; each training with a record is compared
+with the mean of the two without one around it. All seconds of a training count, because the record is written at sync
+rounds, which a median step does not see. The table shows the median over pairs of the ratio, with the half-width of
+its 95 % interval (``error``; McGill, Tukey and Larsen 1978), by the clock and by the processor time of rank 0, which
+writes. ``own_%`` is the processor time that the recorder counted itself, over that of the training.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from hardware import write_table
+
+HERE = Path(__file__).parent
+SKIPPED = 20  # first steps of a training, which warm it up
+MODELS = (  # name, batch, arguments, share of the steps
+    ("convolutions", 64, ("--width", "32", "--size", "12"), 1.0),
+    ("convolutions", 128, ("--width", "32", "--size", "20"), 0.4),
+    ("perceptron", 256, ("--hidden", "512"), 0.6),
+)
+
+
+def run(pairs, steps, batch, model, port):
+    """What is known of each training, recorded and unrecorded ones in turn, the first unrecorded."""
+    kinds = ("unrecorded", *("recorded", "unrecorded") * pairs)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        command = [sys.executable, str(HERE / "_workload.py"), "--kind", ",".join(kinds), "--out", str(out), "--bare"]
+        command += ["--steps", str(steps), "--batch", str(batch), *model]
+        launch = {"NODE_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        launch |= {"MASTER_PORT": str(port), "TMPDIR": folder}
+        ranks = [
+            subprocess.Popen(
+                command,
+                env={**os.environ, **launch, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        errors = [rank.communicate(timeout=3000)[1] for rank in ranks]
+        if any(rank.returncode for rank in ranks):
+            raise SystemExit("\n".join(errors))
+        return json.loads(out.read_text())
+
+
+def compared(runs):
+    """Columns of one table row."""
+    row = {"step_ms": 1e3 * float(np.median([np.median(run["seconds"][SKIPPED:]) for run in runs]))}
+    for name, unit in (("seconds", "%"), ("cpu_seconds", "cpu_%")):
+        total = np.array([sum(run[name][SKIPPED:]) for run in runs])
+        ratio = 100 * (total[1::2] / ((total[:-2:2] + total[2::2]) / 2) - 1)
+        low, middle, high = np.percentile(ratio, (25, 50, 75))
+        row[f"recording_{unit}"] = float(middle)
+        row[f"recording_error_{unit}"] = float(1.57 * (high - low) / len(ratio) ** 0.5)
+    own = [100 * run["recording"] / sum(run["cpu_seconds"]) for run in runs[1::2]]
+    return {**row, "own_%": float(np.median(own)), "most_own_%": max(own)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--models", type=int, default=len(MODELS), help="only the first so many of the models")
+    parser.add_argument("--out", default=str(HERE / "results" / "recording.json"))
+    args = parser.parse_args()
+    rows = []
+    for number, (name, batch, model, share) in enumerate(MODELS[: args.models]):
+        steps = max(int(args.steps * share), 2 * SKIPPED)
+        runs = run(args.pairs, steps, batch, model, 29841 + number)
+        rows.append({"model": name, "batch": batch, "steps": steps, **compared(runs), "pairs": args.pairs})
+    write_table(rows, args.out, "cost of the record, on two equal workers")
+
+
+if __name__ == "__main__":
+    main()
