@@ -20,7 +20,7 @@ if __name__ == "__main__":
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
         num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)),
         strategy=HeteroDDPStrategy(process_group_backend="gloo"),
-        max_epochs=2,
+        max_epochs=4,
         callbacks=[] if on_gpu else [SlowSecondWorker()],
         logger=False,
         enable_checkpointing=False,

@@ -80,8 +80,9 @@ def test_it_ends_as_the_program_does(code, status, error):
 WAIT = """
 import os, signal, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
-print(os.getpid(), flush=True)
-try: time.sleep(60)
+try:
+    print(os.getpid(), flush=True)
+    time.sleep(60)
 except KeyboardInterrupt: os._exit(5)
 """
 
