@@ -73,8 +73,7 @@ def a_run(seed=0, workers=3, policy="perf_model", **header_fields):
     gain = GainRecord(3.0, 0, 20, rounds[1].step_time, rounds[2].step_time, rounds[2].predicted)
     begin = StragglerRecord(3.5, "begin", 1, "data", 0, 35, 0.01, 0.0)
     end = StragglerRecord(4.5, "end", 1, "data", 0, 45, 0.0, 0.1, "recovered")
-    first = ChangeRecord(0.0, 0, 0, even, "equal sizes")
     over = EndRecord(5.0, 0, 50, 50, "finished", (1e9,) * workers, 0.01, 0)
     return RunRecord.of(
-        [header(workers, policy, **header_fields), first, *rounds[:2], change, *rounds[2:], gain, begin, end, over]
+        [header(workers, policy, **header_fields), *rounds[:2], change, *rounds[2:], gain, begin, end, over]
     )

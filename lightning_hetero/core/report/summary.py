@@ -114,10 +114,11 @@ def _lines(figures: RunFigures) -> Iterator[str]:
             f"newest measured change: step {gain.before * 1e3:.4g} -> {gain.after * 1e3:.4g} ms at epoch {gain.epoch} "
             f"step {gain.step}"
         )
-    if len(changed) > 1:
+    if changed:
         newest = changed[-1]
         sizes = "/".join(map(str, newest.sizes[:MAX_ROWS])) + ("/..." if len(newest.sizes) > MAX_ROWS else "")
-        yield f"{len(changed) - 1} changes of the plan, the newest to {sizes}: {newest.reason}"
+        count = f"{len(changed)} change{'s' * (len(changed) > 1)} of the plan"
+        yield f"{count}, the newest to {sizes}: {newest.reason}"
     kept = [one.kept for one in run.rounds if one.kept]
     if kept:
         yield f"the split stays: {kept[-1]}"

@@ -52,7 +52,7 @@ class RunFile:
         self.path = folder / FILE_NAME
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._before = self.path.stat().st_size if self.path.exists() else 0
+            self._before = _end_line(self.path) if self.path.exists() else 0
         except OSError as error:
             self._give_up(error)
             return
@@ -112,3 +112,12 @@ class RunFile:
             error,
         )
         self.path = None
+
+
+def _end_line(path: Path) -> int:
+    """End the last line of a file, which a run that was killed may have left open, and return the file's size."""
+    with path.open("rb+") as file:
+        size = file.seek(0, 2)
+        if size and (file.seek(-1, 2), file.read())[1] != b"\n":
+            size += file.write(b"\n")
+    return size

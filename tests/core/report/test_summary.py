@@ -32,7 +32,7 @@ def test_the_verdict_and_the_table_have_the_figures(seed):
 def test_the_lines_say_what_was_decided_and_why():
     text = summary_of(a_run()).text()
     assert "ms with even sizes at first" in text
-    assert "1 changes of the plan" in text
+    assert "1 change of the plan" in text
     assert "optimum of the time model" in text
     assert "the split stays: optimum: runs already" in text
     assert "1 straggler, 0.1 s lost; most by rank 1 (data)" in text

@@ -61,6 +61,15 @@ def test_a_second_run_follows_the_first(tmp_path):
     assert (tmp_path / NAME).read_text().count('"kind":"run"') == 2
 
 
+def test_a_run_that_was_killed_inside_a_line_does_not_swallow_the_next(tmp_path):
+    written(tmp_path, rounds=2)
+    whole = (tmp_path / NAME).read_text(encoding="utf-8")
+    (tmp_path / NAME).write_text(whole[:-7], encoding="utf-8")
+    written(tmp_path, rounds=3)
+    assert len(read(tmp_path).rounds) == 3
+    assert (tmp_path / NAME).read_text(encoding="utf-8").count('{"kind":"run"') == 2
+
+
 @pytest.mark.parametrize("earlier", [0, 3])
 def test_its_size_is_bounded_and_its_ends_stay(tmp_path, earlier):
     if earlier:
