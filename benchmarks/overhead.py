@@ -15,14 +15,10 @@ step, of all threads of rank 0, is delayed less by others; it has what a strateg
 """
 
 import argparse
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
+from _pairs import in_turn, median_and_error
 from _workload import Switched
 from hardware import write_table
 
@@ -41,30 +37,13 @@ MODELS = (  # name, batch, arguments, share of the steps
 
 def run(cycles, steps, batch, model, port):
     """What is known of the model, and median step times of every short training, by the clock and of the processor."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        command = [sys.executable, str(HERE / "_workload.py"), "--kind", ",".join(KINDS * cycles), "--out", str(out)]
-        command += ["--bare", "--steps", str(steps), "--batch", str(batch), "--switched", str(SWITCHED), *model]
-        launch = {"NODE_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        ranks = [
-            subprocess.Popen(
-                command,
-                env={**os.environ, **launch, "RANK": str(r), "LOCAL_RANK": str(r), "MASTER_PORT": str(port)},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for r in range(2)
-        ]
-        errors = [rank.communicate(timeout=1800)[1] for rank in ranks]
-        if any(rank.returncode for rank in ranks):
-            raise SystemExit("\n".join(errors))
-        runs, skipped = json.loads(out.read_text()), min(20, steps // 2)
-        seconds = [[np.median(run[name][skipped:]) for run in runs] for name in ("seconds", "cpu_seconds")]
-        switched = runs[TURNS :: len(KINDS)]
-        known = {"parameters": runs[0]["parameters"], **on_over_off(switched, "seconds", "%")}
-        known |= on_over_off(switched, "cpu_seconds", "cpu_%")
-        return known, np.array(seconds).reshape(2, cycles, len(KINDS))[:, :, :TURNS]
+    runs = in_turn(KINDS * cycles, steps, batch, model, port, "--switched", str(SWITCHED))
+    skipped = min(20, steps // 2)
+    seconds = [[np.median(run[name][skipped:]) for run in runs] for name in ("seconds", "cpu_seconds")]
+    switched = runs[TURNS :: len(KINDS)]
+    known = {"parameters": runs[0]["parameters"], **on_over_off(switched, "seconds", "%")}
+    known |= on_over_off(switched, "cpu_seconds", "cpu_%")
+    return known, np.array(seconds).reshape(2, cycles, len(KINDS))[:, :, :TURNS]
 
 
 def on_over_off(runs, name, unit):
@@ -74,8 +53,8 @@ def on_over_off(runs, name, unit):
         count = len(run[name]) // Switched.STEPS
         times = np.array(run[name][: count * Switched.STEPS]).reshape(count, -1)[:, 1:].sum(axis=1)
         ratios += [times[i] / (times[i - 1] + times[i + 1]) * 2 - 1 for i in range(2, len(times) - 1, 2)]
-    low, middle, high = 100 * np.percentile(ratios, (25, 50, 75))
-    return {f"noise_scale_{unit}": middle, f"noise_scale_error_{unit}": 1.57 * (high - low) / len(ratios) ** 0.5}
+    middle, error = median_and_error(ratios)
+    return {f"noise_scale_{unit}": 100 * middle, f"noise_scale_error_{unit}": 100 * error}
 
 
 def compared(times, unit):

@@ -8,14 +8,10 @@ writes. ``own_%`` is the processor time that the recorder counted itself, over t
 """
 
 import argparse
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
+from _pairs import in_turn, median_and_error
 from hardware import write_table
 
 HERE = Path(__file__).parent
@@ -30,26 +26,7 @@ MODELS = (  # name, batch, arguments, share of the steps
 def run(pairs, steps, batch, model, port):
     """What is known of each training, recorded and unrecorded ones in turn, the first unrecorded."""
     kinds = ("unrecorded", *("recorded", "unrecorded") * pairs)
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        command = [sys.executable, str(HERE / "_workload.py"), "--kind", ",".join(kinds), "--out", str(out), "--bare"]
-        command += ["--steps", str(steps), "--batch", str(batch), *model]
-        launch = {"NODE_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        launch |= {"MASTER_PORT": str(port), "TMPDIR": folder}
-        ranks = [
-            subprocess.Popen(
-                command,
-                env={**os.environ, **launch, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        errors = [rank.communicate(timeout=3000)[1] for rank in ranks]
-        if any(rank.returncode for rank in ranks):
-            raise SystemExit("\n".join(errors))
-        return json.loads(out.read_text())
+    return in_turn(kinds, steps, batch, model, port)
 
 
 def compared(runs):
@@ -58,9 +35,7 @@ def compared(runs):
     for name, unit in (("seconds", "%"), ("cpu_seconds", "cpu_%")):
         total = np.array([sum(run[name][SKIPPED:]) for run in runs])
         ratio = 100 * (total[1::2] / ((total[:-2:2] + total[2::2]) / 2) - 1)
-        low, middle, high = np.percentile(ratio, (25, 50, 75))
-        row[f"recording_{unit}"] = float(middle)
-        row[f"recording_error_{unit}"] = float(1.57 * (high - low) / len(ratio) ** 0.5)
+        row[f"recording_{unit}"], row[f"recording_error_{unit}"] = median_and_error(ratio)
     own = [100 * run["recording"] / sum(run["cpu_seconds"]) for run in runs[1::2]]
     return {**row, "own_%": float(np.median(own)), "most_own_%": max(own)}
 
