@@ -20,6 +20,7 @@ from lightning_hetero.comm.agreement.group_lifetime import free_group_last
 from lightning_hetero.comm.gradients.ddp_hook import gradient_hook
 from lightning_hetero.comm.gradients.requirements import check_rescaled, check_sparse_gradients
 from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.frontend.buffer_sync import time_buffers
 
 __all__ = ["Unwatched", "WrappedModel"]
 
@@ -55,6 +56,7 @@ class WrappedModel:
         self._model = weakref.ref(model)
         self._follow = torch.compiler.disable(self._wrap_anew)  # the forward pass may be compiled
         self._connect(model)
+        time_buffers(model, engine.observer)
         model.register_forward_pre_hook(self)
         engine.models[model.module] = self
 
