@@ -487,6 +487,17 @@ def test_overhead_is_that_of_the_benchmark():
         same_when_rounded(again, *with_quartiles(row, "ddp_again", "_cpu"))
 
 
+def test_cost_of_the_record_is_that_of_the_benchmark():
+    table, result = quoted("recording")
+    for (name, step, clock, processor, own, most), row in zip(table, result["rows"], strict=True):
+        assert name == f"{row['model']}, batch {row['batch']}"
+        same_when_rounded(step, row["step_ms"])
+        same_when_rounded(clock, row["recording_%"], row["recording_error_%"])
+        same_when_rounded(processor, row["recording_cpu_%"], row["recording_error_cpu_%"])
+        same_when_rounded(own, row["own_%"])
+        same_when_rounded(most, row["most_own_%"])
+
+
 def test_cost_of_the_noise_scale_is_that_of_the_benchmark():
     (_, table), *others = NUMBERS.findall(TEXTS[ROOT / "docs" / "noise-scale.md"])
     assert not others

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.comm.agreement.group_lifetime import free_group_last
+from lightning_hetero.comm.gradients.buffer_sync import time_buffers
 from lightning_hetero.comm.gradients.ddp_hook import gradient_hook
 from lightning_hetero.comm.gradients.requirements import check_rescaled, check_sparse_gradients
 from lightning_hetero.engine import HeteroEngine
-from lightning_hetero.frontend.buffer_sync import time_buffers
 
 __all__ = ["Unwatched", "WrappedModel"]
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.utils.data import DataLoader
 
-from lightning_hetero.frontend.buffer_sync import time_buffers
+from lightning_hetero.comm.gradients.buffer_sync import time_buffers
 from tests.helpers import Points, run_ranks
 
 SLOW, STEPS = 0.004, 60  # seconds that rank 1 takes to load a sample
@@ -106,13 +106,14 @@ def _doubled(state, buffers):
 
 
 def _own_hook(rank, location):
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
     model, timer, calls = DistributedDataParallel(Buffered()), Timer(), []
     if location is not None:
         model._register_buffer_comm_hook(calls, _doubled, location)
     time_buffers(model, timer)
     model.module.own.fill_(float(rank + 1))
     x = torch.ones(2, 5, dtype=torch.float64)
-    first = float((model(x) - model.module.layer(x))[0])
+    first = float((model(x) - model.module.layer(x))[0].detach())
     return first, float(model.module.own), calls, timer.spans
 
 

@@ -55,7 +55,7 @@ def _sync_buffers(state: BufferSync, buffers: dict[str, torch.Tensor]) -> Any:
 
 
 def time_buffers(model: DistributedDataParallel, timer: StepTimer) -> None:
-    """Time the broadcast of a model's buffers from now on, where DDP, or the user's own hook, does it."""
+    """Measure the broadcast of a model's buffers from now on, where DDP, or the user's own hook, does it."""
     location = torch.nn.parallel.distributed._BufferCommHookLocation
     given = getattr(model, "buffer_hook", None)
     where = location.PRE_FORWARD if given is None else given.buffer_comm_hook_location
