@@ -191,9 +191,29 @@ def moving(simulated: ClusterSimulator, kind: str, one: int, seed: int) -> dict[
     return {"moving share": float(shares.mean()), "moving changes": changed, **measure(simulated.run(STEADY), since)}
 
 
+def bursts(simulated: ClusterSimulator, kind: str, one: int, seed: int) -> dict[str, float]:
+    """One worker is slower by a factor for some steps, again and again: another process, a stuck loader.
+
+    Steps take a tenth of the workload's time, so that sync rounds are far apart, and a burst may end between two.
+    """
+    simulated.slow_down(0.1, link=0.1)
+    simulated.advance(WARM)
+    since, rng = simulated.step, np.random.default_rng(seed)
+    slower = np.where(np.arange(simulated.cluster.size) == one, float(kind.split()[1]), 1.0) / 10
+    for _ in range(20):
+        for factors, longest in ((slower, 60), (0.1, 150)):
+            simulated.slow_down(factors, link=0.1)
+            simulated.advance(int(rng.integers(5, longest)))
+    result = simulated.result
+    seconds, best = result.exact[since:], result.optimum[since:]
+    worst = {"worst step": float((seconds / best).max())}
+    return {"moving share": float(best.sum() / seconds.sum()), "moving changes": changes(result, since), **worst}
+
+
 MOVEMENTS = {
     "steady": steady,
     "jump": jump,
+    "bursts": bursts,
     "link": jump,
     "leaves": leaves,
     "joins": joins,
@@ -233,6 +253,7 @@ def cases(quick: bool, only: Sequence[str], policies: Sequence[str], first_seed:
     for kind in ("jump 1.3", "jump 3", "link 3"):
         add(kind, "ABC", ("ResNet50",), every, ("2 %", "8 %"), 4)
         add(kind, ["100"], ("ResNet50",), ("compute",), ("2 %", "8 %"), 1)
+    add("bursts 4", "ABC", ("ResNet50",), ("compute", "mixed"), ("2 %", "8 %"), 4)
     for kind in ("leaves", "joins"):
         add(kind, "ABC", ("ResNet50",), every, ("2 %", "8 %"), 3)
     policies = [policy for policy in policies if policy == "perf_model"]
@@ -256,6 +277,7 @@ COLUMNS = (
     "worst off",
     "inside",
     "moving share",
+    "worst step",
     "share",
     "to 5 %",
     "to 1 %",
@@ -309,7 +331,7 @@ def main() -> None:
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--first-seed", type=int, default=0, help="other seeds than those of the record")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--json", default="", help="record; its rows of the former estimator are kept")
+    parser.add_argument("--json", default="", help="record; rows of other kinds and of the former estimator stay")
     parser.add_argument("--match", default="", help="key=value,...: only these cases")
     args = parser.parse_args()
     todo = cases(args.quick, [x for x in args.only.split(",") if x], args.policies.split(","), args.first_seed)
@@ -321,8 +343,8 @@ def main() -> None:
     sys.stdout.write("\n".join(table(summary(results))) + "\n")
     if args.json:
         path, rows = Path(args.json), summary(results, by=("kind", "noise"))
-        kept = json.loads(path.read_text())["rows"] if path.exists() else []
-        rows += [row for row in kept if row["policy"] == FORMER]
+        old, new = json.loads(path.read_text())["rows"] if path.exists() else [], {row["kind"] for row in rows}
+        rows += [row for row in old if row["policy"] == FORMER or row["kind"] not in new]
         write_record(rows, path, f"median and worst of each figure over all runs; {FORMER}: the estimator of 0.1")
 
 

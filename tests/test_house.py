@@ -36,7 +36,16 @@ SUB_LAYERS = {
         "policies",
         *("batching", "compression", "merging", "stragglers"),
         *("timing", "noise", "link"),
-        *("observations", "checkpoint_state", "no_effect", "paper_index", "validation", "keywords", "normal"),
+        "newest_speed",
+        *(
+            "observations",
+            "checkpoint_state",
+            "no_effect",
+            "paper_index",
+            "validation",
+            "keywords",
+            "normal",
+        ),
     ),
     "comm": (
         *("staleness", "compressors"),

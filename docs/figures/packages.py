@@ -62,6 +62,7 @@ ROLES = {
     "core.noise": "gradient noise scale",
     "core.normal": "normal distribution",
     "core.observations": "measured steps",
+    "core.newest_speed": "steps since a change",
     "core.paper_index": "equations",
     "core.policies": "decisions",
     "core.report": "record of a run",

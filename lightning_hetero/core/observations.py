@@ -1,6 +1,6 @@
 """Timings of all workers over some steps, in the form that planners and users get."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -105,6 +105,15 @@ class StepObservations:
     def num_steps(self) -> int:
         """Number of observed steps."""
         return int(self.forward.shape[0])
+
+    def rows(self, which: slice) -> "StepObservations":
+        """Return the observations of some steps.
+
+        Example:
+            >>> StepObservations.empty(3).rows(slice(2, None)).num_steps
+            0
+        """
+        return replace(self, **{one.name: getattr(self, one.name)[which] for one in fields(self)})
 
     def splits(self) -> list[tuple[Array, slice]]:
         """Return each stretch of steps at one split: its sizes, and the slice of its steps.

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from lightning_hetero.core.batching.optperf import solve_optperf
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.keywords import checked_keywords
+from lightning_hetero.core.newest_speed import since_change
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import Decision, PlanContext, Proposal
 from lightning_hetero.core.policies.split_rule import RuleSettings, cost, doubt, horizon
@@ -122,6 +123,7 @@ class PerfModelPlanner:
             return self
         names, settings = context.identities, self.times.settings
         elapsed = float(max(context.elapsed or 0, observations.num_steps))
+        observations = since_change(observations)
         takes = float(np.median(np.nan_to_num(observations.last_sync).min(axis=1)))
         differences = last_bucket_differences(observations.last_sync, settings)
         found = per_worker_offsets(self._known_offsets(context), differences, takes, settings)

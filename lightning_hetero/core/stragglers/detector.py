@@ -25,6 +25,9 @@ LINK = -1
 NOBODY = -2
 """Rank that stands for no straggler."""
 
+EXPLAINED = 0.7
+"""Least part of a worker's time when it was slow, in proportion to its share, if the share alone relieved it."""
+
 
 @dataclass
 class Straggler:
@@ -34,12 +37,14 @@ class Straggler:
         rank: its rank, :data:`LINK` for the link.
         phase: one of :data:`~lightning_hetero.core.stragglers.round_times.PHASES`, or ``"link"``.
         ago: steps since it began when it was found, as far as these were timed.
+        earlier: whether it may have begun before these: the steps just before were not timed.
         cost: seconds that it adds to a step now.
         excess: seconds by which it exceeded what was expected when it was found.
         lasting: whether it was slower from the start.
         lost: seconds that it has cost so far.
-        relieved: how it ended: ``"split"`` (its share fell), ``"recovered"``, ``"others"`` (others are slower now);
-            empty while it lasts.
+        relieved: how it ended: ``"split"`` (its share fell), ``"recovered"``, ``"others"`` (others are slower now),
+            ``"run ended"``; empty while it lasts.
+        slow: its size and computing seconds in the newest round in which others waited for it.
 
     Example:
         >>> Straggler(2, "data", 0, 0.1, 0.1).relieved
@@ -54,11 +59,17 @@ class Straggler:
     lasting: bool = False
     lost: float = 0.0
     relieved: str = ""
+    earlier: bool = False
+    slow: tuple[float, float] = field(default=(0.0, 0.0), repr=False)
     sizes: tuple[float, ...] = field(default=(), repr=False)
 
-    def update(self, cost: float) -> None:
-        """Set what it adds to a step now."""
-        self.cost = float(cost)
+    def update(self, cost: float, slow: tuple[float, float] = (0.0, 0.0)) -> None:
+        """Set what it adds to a step now, and :attr:`slow`."""
+        self.cost, self.slow = float(cost), slow
+
+    def date(self, *, earlier: bool) -> None:
+        """Note whether it may have begun before the steps that were timed, unless it has ended."""
+        self.earlier = self.earlier if self.relieved else earlier
 
     def charge(self, steps: int) -> float:
         """Count the seconds that it has cost in some steps, of which it was there in the newest; return them."""
@@ -134,6 +145,7 @@ class StragglerDetector:
         events = self._judge_workers(judged, resized) + self._judge_link(judged, resized)
         self._charge(elapsed)
         for one in events:
+            one.date(earlier=one.ago >= len(judged.rows) < elapsed)
             if one.relieved:
                 self.active.pop(one.rank, None)
         return events
@@ -184,8 +196,8 @@ class StragglerDetector:
     def _begin(
         self, judged: RoundTimes, rank: int, phase: str, ago: int, cost: float, excess: float, *, lasting: bool = False
     ) -> Straggler:
-        sizes = tuple(judged.sizes.tolist())
-        one = Straggler(rank, phase, ago, float(cost), float(excess), lasting, sizes=sizes)
+        one = Straggler(rank, phase, ago, float(cost), float(excess), lasting, sizes=tuple(judged.sizes.tolist()))
+        one.update(cost, _slow(judged, rank))
         self.active[rank] = one
         return one
 
@@ -195,13 +207,13 @@ class StragglerDetector:
         for rank, one in self.active.items():
             if rank == LINK:
                 continue
-            moved = judged.sizes[rank] != one.sizes[rank]
+            relieved = _smaller_share(judged, rank, one)
             if not one.lasting and not raised[rank]:
-                one.end("split" if moved and not self._past.tried[rank] else "recovered")
+                one.end("split" if relieved else "recovered")
             elif cost[rank] < self.settings.ended * self.settings.min_cost * judged.step:
-                one.end("split" if moved else "recovered" if one.lasting else "others")
+                one.end("split" if relieved else "recovered" if one.lasting else "others")
                 self._past.forget([rank], judged.times)
-            one.update(cost[rank])
+            one.update(cost[rank], _slow(judged, rank))
             if one.relieved:
                 self._slower[rank] = 0
                 ended.append(one)
@@ -248,3 +260,16 @@ class StragglerDetector:
             suspicious = np.array([beyond > self._suspicious * judged.step])
             past.learn(np.array([[now]]), np.ones(1, dtype=bool), suspicious)
         return events
+
+
+def _slow(judged: RoundTimes, rank: int) -> tuple[float, float]:
+    return float(judged.sizes[rank]), float(judged.compute[rank])
+
+
+def _smaller_share(judged: RoundTimes, rank: int, one: Straggler) -> bool:
+    """Return whether the smaller share of a worker explains that it takes less time than when it was slow.
+
+    A share alone saves no more time than in proportion. A worker that saves far more has recovered.
+    """
+    (size, seconds), (now, compute) = one.slow, _slow(judged, rank)
+    return now < size and compute >= EXPLAINED * seconds * now / size

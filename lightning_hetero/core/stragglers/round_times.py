@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from lightning_hetero.core.newest_speed import since_change
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.stragglers.settings import StragglerSettings
 
@@ -36,7 +37,7 @@ class RoundTimes:
     """Times of a round's newest steps, all at one split.
 
     Args:
-        rows: computing seconds, shape ``(steps, workers)``.
+        rows: computing seconds of the steps at this split, shape ``(steps, workers)``.
         sizes: samples of each worker.
         times: median seconds of the phases in a step, shape ``(workers, phases)``.
         compute: median computing seconds of each worker.
@@ -63,9 +64,9 @@ class RoundTimes:
 
     @classmethod
     def of(cls, observations: StepObservations, accumulation: int, settings: StragglerSettings) -> "RoundTimes":
-        """Take the newest half of the steps, at least as many as the settings ask for and all at one split."""
+        """Take the newest half of the steps at one split and one speed, at least as many as the settings ask for."""
         sizes, own = observations.splits()[-1]
-        count = own.stop - own.start
+        count = min(own.stop - own.start, since_change(observations).num_steps)
         newest = slice(own.stop - min(count, max(settings.min_steps, -(-count // 2))), own.stop)
         phases = [accumulation * getattr(observations, _FIELDS[name])[newest] for name in PHASES]
         rows = accumulation * observations.compute[own]

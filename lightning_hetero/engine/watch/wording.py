@@ -28,7 +28,9 @@ def describe_straggler(one: Straggler, at: tuple[int, int], device: str = "") ->
     where = f"epoch {at[0]} step {at[1]}"
     if one.relieved:
         how = RELIEVED.get(one.relieved, one.relieved)
-        return f"{who} no longer makes the others wait from {where}: {how}; it has cost {one.lost:.3g} s"
+        cost = f"{'at least ' if one.earlier else ''}{one.lost:.3g} s"
+        return f"{who} no longer makes the others wait from {where}: {how}; it has cost {cost}"
+    where += " or earlier" if one.earlier else ""
     if one.rank == LINK:
         return f"{who} is slower since {where}: the all-reduce takes {one.cost * 1e3:.3g} ms more of each step"
     slower = "slower than all others" if one.lasting else NAMES[one.phase]

@@ -137,6 +137,40 @@ def test_a_worker_whose_share_falls_is_relieved_by_the_split():
     assert events == [[], [], [(2, "forward", "")], [(2, "forward", "split")], [], []]
 
 
+def test_a_worker_that_saves_more_than_its_share_explains_has_recovered():
+    """Sizes 8 -> 1 with a delay of 40 ms that is over: not even in proportion would it take as little."""
+    slow, small = steady((0.01, 0.01, 0.05)), np.array([12, 11, 1])
+    still, over = (steady((0.015, 0.014, last), sizes=small) for last in (0.043, 0.002))
+    usual = steady((0.01, 0.01, 0.01))
+    _, events = watched(usual, usual, slow, over)
+    assert events[3] == [(2, "forward", "recovered")]
+    _, events = watched(usual, usual, slow, still, steady((0.045, 0.044, 0.043), sizes=np.array([12, 11, 1])))
+    assert events[3:] == [[], [(2, "forward", "others")]]
+    _, events = watched(usual, usual, slow, still, steady((0.015, 0.014, 0.012), sizes=small))
+    assert events[4] == [(2, "forward", "recovered")], "the same share as when it was slow"
+
+
+def test_the_begin_is_not_known_where_it_was_not_timed():
+    for elapsed, earlier in ((8, False), (9, True), (40, True)):
+        detector, _ = watched(USUAL, USUAL, steps=8)
+        (found,) = detector.observe(steady((0.1, 0.1, 0.2)), elapsed)
+        assert (found.ago, found.earlier) == (8, earlier)
+        (ended,) = detector.observe(USUAL, 8)
+        assert (ended.relieved, ended.earlier) == ("recovered", earlier)
+    detector, _ = watched(USUAL, USUAL, steps=8)
+    mixed = np.concatenate([_table(USUAL)[:2], _table(steady((0.1, 0.1, 0.2)))[:6]])
+    (found,) = detector.observe(StepObservations.from_array(mixed), 40)
+    assert (found.ago, found.earlier) == (6, False), "two timed steps came before"
+
+
+def test_a_round_in_which_a_worker_recovers_shows_no_straggler():
+    """20 slow steps and 12 that are not: it is over; the newest half of the round was mostly slow."""
+    mixed = np.concatenate([_table(steady((0.1, 0.1, 0.3), steps=20)), _table(steady((0.1, 0.1, 0.1), steps=9))])
+    assert watched(USUAL, USUAL, StepObservations.from_array(mixed))[1][2] == []
+    slow = np.concatenate([_table(steady((0.1, 0.1, 0.1), steps=20)), _table(steady((0.1, 0.1, 0.3), steps=6))])
+    assert watched(USUAL, USUAL, StepObservations.from_array(slow))[1][2] == [(2, "forward", "")]
+
+
 def test_what_it_costs_is_what_the_others_wait():
     slow = steady((0.1, 0.15, 0.2))
     detector, events = watched(steady((0.1, 0.15, 0.1)), steady((0.1, 0.15, 0.1)), slow)

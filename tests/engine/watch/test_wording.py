@@ -39,3 +39,12 @@ def test_the_link_is_no_rank():
     assert describe_straggler(Straggler(LINK, "link", 0, 0.05, 0.05), (0, 1)) == (
         "the link is slower since epoch 0 step 1: the all-reduce takes 50 ms more of each step"
     )
+
+
+def test_a_begin_that_was_not_timed_is_said_to_be_one():
+    begin = Straggler(1, "data", 0, 0.05, 0.1, earlier=True)
+    assert "since epoch 0 step 40 or earlier: " in describe_straggler(begin, (0, 40))
+    end = Straggler(1, "data", 0, 0.05, 0.1, lost=2.0, relieved="recovered", earlier=True)
+    assert describe_straggler(end, (0, 99)).endswith("it has cost at least 2 s")
+    link = Straggler(LINK, "link", 0, 0.05, 0.05, earlier=True)
+    assert "since epoch 0 step 1 or earlier: the all-reduce" in describe_straggler(link, (0, 1))
