@@ -37,15 +37,7 @@ SUB_LAYERS = {
         *("batching", "compression", "merging", "stragglers"),
         *("timing", "noise", "link"),
         "newest_speed",
-        *(
-            "observations",
-            "checkpoint_state",
-            "no_effect",
-            "paper_index",
-            "validation",
-            "keywords",
-            "normal",
-        ),
+        *("observations", "checkpoint_state", "no_effect", "paper_index", "validation", "keywords", "normal"),
     ),
     "comm": (
         *("staleness", "compressors"),
