@@ -94,7 +94,8 @@ def usable(run: RunRecord) -> RunRecord:
     rounds = tuple(_with_usable_model(run, _with_usable_times(one)) for one in good)
     changes = tuple(one for one in run.changes if len(one.sizes) == workers)
     left_out = len(run.rounds) - len(rounds) + len(run.changes) - len(changes)
-    return replace(run, rounds=rounds, changes=changes, damaged=run.damaged + left_out)
+    problems = (*run.problems, *["another number of workers"] * left_out)
+    return replace(run, rounds=rounds, changes=changes, problems=problems)
 
 
 def _is_round(one: RoundRecord, workers: int) -> bool:

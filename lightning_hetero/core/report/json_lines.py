@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields
 from typing import Any
@@ -19,7 +20,7 @@ from lightning_hetero.core.report.records import (
     WorkerRecord,
 )
 
-__all__ = ["RecordError", "as_line", "from_line"]
+__all__ = ["RecordError", "as_line", "begins_run", "from_line"]
 
 _KINDS: dict[str, Any] = {
     cls.kind: cls for cls in (RunHeader, RoundRecord, ChangeRecord, GainRecord, StragglerRecord, EndRecord)
@@ -100,6 +101,25 @@ def from_line(line: str) -> Record | None:
         return cls(**{name: _typed(known[name].type, value) for name, value in values.items() if name in known})  # type: ignore[no-any-return]
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise RecordError(f"a line of kind {kind!r} is damaged: {error}.") from None
+
+
+_RUN = re.compile(r'"kind"\s*:\s*"run"')
+
+
+def begins_run(line: str) -> bool:
+    """Return whether a line is the header of a run, be it damaged or of a newer schema.
+
+    Example:
+        >>> begins_run('{"kind":"run","version":9}'), begins_run('{"kind":"run","vers'), begins_run('{"kind":"end"}')
+        (True, True, False)
+    """
+    if not _RUN.search(line):
+        return False
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return True
+    return isinstance(values, dict) and values.get("kind") == "run"
 
 
 def _check_version(version: Any) -> None:
