@@ -16,6 +16,7 @@ from lightning_hetero.core.report.analysis import RunFigures
 from lightning_hetero.core.report.run_record import RunRecord
 from lightning_hetero.report.events import stragglers_of
 from lightning_hetero.report.figures import Panel, bars, panels_of
+from lightning_hetero.report.run_file import problems_text
 from lightning_hetero.report.sections import Section, sections_of, tiles_of
 from lightning_hetero.report.series import round_series
 from lightning_hetero.report.svg import color_rules, drawn, picture_bytes
@@ -131,7 +132,8 @@ def _warning(run: RunRecord) -> str:
     elif run.end.status != "finished":
         parts.append(f"The run ended with an error: {plain(run.end.status)}.")
     if run.damaged:
-        parts.append(f"Parts of the record could not be read and are left out (lines: {run.damaged}).")
+        left_out = f"Parts of the record could not be read and are left out (lines: {run.damaged})."
+        parts.append(f"{left_out} {plain(problems_text(run), 600)}")
     return " ".join(parts)
 
 

@@ -86,9 +86,10 @@ class RunRecord:
                 newest.append((number, line))
         records: list[Record] = []
         problems: list[str] = []
+        workers = 0
         for number, line in newest:
             try:
-                record = from_line(line)
+                record = from_line(line, workers)
             except RecordError as error:
                 if not records:
                     cure = f" Without the lines from {number} on, the run before can be read." if earlier else ""
@@ -97,6 +98,7 @@ class RunRecord:
                 continue
             if record is not None:
                 records.append(record)
+                workers = workers or _workers_of(record)
         return cls.of(records, problems)
 
     @property
@@ -108,3 +110,10 @@ class RunRecord:
     def workers(self) -> int:
         """Number of workers."""
         return len(self.header.workers)
+
+
+def _workers_of(record: Record) -> int:
+    """Return the number of workers that a record tells, 0 if it tells none."""
+    if isinstance(record, RunHeader):
+        return len(record.workers)
+    return len(record.sizes) if isinstance(record, RoundRecord) else 0

@@ -89,7 +89,7 @@ def test_a_record_may_begin_with_the_rest_of_another_one():
 
 def test_words_of_a_line_are_no_header():
     other = '{"kind":"of a later version","inner":{"kind":"run"}}'
-    text = as_line(RoundRecord(9.0, 0, 9, 1, 1, (1, 1), kept='"kind":"run"'))
+    text = as_line(RoundRecord(9.0, 0, 9, 1, 1, (1, 1, 1), kept='"kind":"run"'))
     assert len(RunRecord.from_lines([*lines(a_run()), other, text]).rounds) == 6
 
 
