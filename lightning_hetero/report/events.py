@@ -128,7 +128,9 @@ def run_table(run: RunRecord) -> Table:
     if end:
         rows.append(("recording took", number("run.overhead", end.overhead, "seconds")))
         if end.dropped:
-            rows.append(("rounds left out to bound the file", number("run.dropped", end.dropped, "count")))
+            rows.append(
+                ("lines left out to save time or to bound the file", number("run.dropped", end.dropped, "count"))
+            )
     if run.damaged:
         rows.append(("lines that could not be read", number("run.damaged", run.damaged, "count")))
     return Table(("", ""), tuple(rows))

@@ -271,7 +271,8 @@ class EndRecord:
         status: ``"finished"``, or the error that ended it.
         memory: most bytes that each worker's device had allocated, NaN if unknown.
         overhead: seconds that recording took.
-        dropped: rounds left out of the file to bound its size.
+        dropped: lines left out: rounds that had no time to be recorded, and what was merged or dropped to bound the
+            file.
 
     Example:
         >>> EndRecord(99.0, 2, 0, steps=400).status
