@@ -1,7 +1,7 @@
 """Figures of a recorded run: what the split gained, what limits the step, and each worker's part in it."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -140,15 +140,13 @@ class RunFigures:
 
     @property
     def speed_up(self) -> float:
-        """Speed over equal sizes at the end."""
-        return self.even / self.step_time if self.step_time > 0 else math.nan
+        """Speed over equal sizes at the end, over the rounds in which both are known."""
+        return _ratio(self.last, even_of, lambda one: one.step_time)
 
     @property
     def speed_up_of_run(self) -> float:
         """Speed over equal sizes in the whole run, the steps before the first change included."""
-        known = [one for one in self.timed if math.isfinite(even_of(one))]
-        taken = sum(one.count * one.step_time for one in known)
-        return sum(one.count * even_of(one) for one in known) / taken if taken > 0 else math.nan
+        return _ratio(self.timed, even_of, lambda one: one.step_time)
 
     @property
     def rate(self) -> float:
@@ -226,7 +224,7 @@ class RunFigures:
     @property
     def link_share(self) -> float:
         """Share of the step at the end in which even the last worker waits for the all-reduce."""
-        return _mean(self.last, [one.link for one in self.last]) / self.step_time if self.last else math.nan
+        return _ratio(self.last, lambda one: one.link, lambda one: one.step_time)
 
     @property
     def limited_by(self) -> str:
@@ -292,3 +290,12 @@ def _mean(rounds: Sequence[RoundRecord], values: Sequence[float]) -> float:
     pairs = [(value, one.count) for value, one in zip(values, rounds, strict=True) if math.isfinite(value)]
     steps = sum(count for _, count in pairs)
     return sum(value * count for value, count in pairs) / steps if steps else math.nan
+
+
+def _ratio(
+    rounds: Sequence[RoundRecord], value: Callable[[RoundRecord], float], base: Callable[[RoundRecord], float]
+) -> float:
+    """Return the mean of a value over that of another, over the rounds in which both are known; NaN without any."""
+    known = [one for one in rounds if math.isfinite(value(one)) and math.isfinite(base(one))]
+    taken = sum(one.count * base(one) for one in known)
+    return sum(one.count * value(one) for one in known) / taken if taken > 0 else math.nan

@@ -121,6 +121,20 @@ def test_even_sizes_are_their_own_measure():
     assert is_even((16, 17)) != is_even((16, 18))
 
 
+def test_ratios_are_over_the_rounds_in_which_both_are_known():
+    """Of three rounds, the slowest has no prediction of even sizes, and another no link."""
+    one = a_round(np.random.default_rng(0), (20, 12), nodes=NODES, even=0.3)
+    rounds = (
+        replace(one, step_time=0.9, even=math.nan, link=0.09, count=7),
+        replace(one, step_time=0.1, link=math.nan, count=20),
+        replace(one, step_time=0.2, link=0.04, count=10),
+    )
+    figures = RunFigures(RunRecord.of([header(2), *rounds]))
+    assert figures.step_time == pytest.approx((7 * 0.9 + 20 * 0.1 + 10 * 0.2) / 37)
+    assert figures.speed_up == figures.speed_up_of_run == pytest.approx(30 * 0.3 / (20 * 0.1 + 10 * 0.2))
+    assert figures.link_share == pytest.approx((7 * 0.09 + 10 * 0.04) / (7 * 0.9 + 10 * 0.2))
+
+
 @pytest.mark.parametrize("records", [[], [EndRecord(1.0, 0, 0, 0)]])
 def test_a_run_without_timed_steps_has_no_figures(records):
     figures = RunFigures(RunRecord.of([header(2), *records]))
