@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from lightning_hetero.core.batching.integer_split import even_sizes
 from lightning_hetero.core.batching.optperf import solve_optperf
+from lightning_hetero.core.report.lost_time import lost_time, straggler_spans
 from lightning_hetero.core.report.records import RoundRecord
 from lightning_hetero.core.report.run_record import RunRecord
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeModels
@@ -253,8 +254,7 @@ class RunFigures:
     @property
     def lost(self) -> float:
         """Seconds that workers have waited for named stragglers."""
-        ended = [one.lost for one in self.run.stragglers if one.event == "end"]
-        return float(sum(ended))
+        return lost_time(straggler_spans(self.run))
 
 
 NAMES = {"data": "loader", "forward": "forward pass", "backward": "backward pass", "optimizer": "optimizer"}
@@ -270,9 +270,7 @@ def even_of(one: RoundRecord) -> float:
         >>> even_of(RoundRecord(1.0, 0, 9, 10, 8, (6, 2), step_time=0.1, even=0.2))
         0.2
     """
-    return (
-        one.step_time if tuple(sorted(one.sizes)) == tuple(sorted(even_sizes(one.total, len(one.sizes)))) else one.even
-    )
+    return one.step_time if sorted(one.sizes) == sorted(even_sizes(one.total, len(one.sizes))) else one.even
 
 
 def _alike(rounds: Iterable[RoundRecord]) -> tuple[RoundRecord, ...]:
