@@ -20,12 +20,14 @@ KINDS = (
     *(records.RunHeader, records.WorkerRecord, records.RoundRecord, records.ChangeRecord, records.GainRecord),
     *(records.StragglerRecord, records.EndRecord),
 )
+ALWAYS = ("version",)
+"""Fields that have a default in Python but not in a file, which is no record without them."""
 TYPES = {float: "number", int: "integer", str: "text", bool: "true or false", Mapping: "object of texts"}
 
 
 def meanings(cls: type) -> dict[str, str]:
     """Return what the docstring of a class says of each field."""
-    text = (cls.__doc__ or "").partition("Args:\n")[2]
+    text = (cls.__doc__ or "").partition("Args:\n")[2].partition("\n\n    Example:")[0]
     parts = re.findall(r"^        (\w+): (.*?)(?=^        \w+: |\Z)", text, re.M | re.S)
     return {name: as_markdown(meaning) for name, meaning in parts}
 
@@ -61,11 +63,14 @@ def limit_of(limit: Any) -> str:
 
 def default_of(one: Any) -> str:
     """Return the value of a field that is left out."""
-    if one.default is MISSING and one.default_factory is MISSING:
+    needed = one.default is MISSING and one.default_factory is MISSING
+    if needed or one.name in ALWAYS:
         return "always there"
     value = one.default_factory() if one.default is MISSING else one.default
-    if value is None or value != value:
-        return "not known" if value is not None else "null"
+    if value is None:
+        return "no bound"
+    if value != value:
+        return "not known"
     return "empty" if value in ((), {}, "") else f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 

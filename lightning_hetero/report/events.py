@@ -62,7 +62,14 @@ def kept_table(run: RunRecord) -> Table:
     )
 
 
-RELIEVED = {"split": "by a new split", "recovered": "it recovered", "": "unknown"}
+RELIEVED = {
+    "split": "by a new split",
+    "recovered": "it recovered",
+    "others": "others are slower now",
+    "run ended": "it lasted until the run ended",
+    "": "unknown",
+}
+"""Words for how a straggler ended."""
 
 
 def straggler_table(run: RunRecord) -> Table:

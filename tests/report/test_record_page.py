@@ -25,6 +25,8 @@ def test_every_kind_and_field_is_in_the_page():
         meanings = SCRIPT["meanings"](cls)
         assert set(meanings) == {one.name for one in fields(cls)}, "each field is described, and nothing else"
         assert all(meanings.values())
+    assert ">>>" not in PAGE
+    assert re.search(r"^\| `version` \| integer >= 1 \| always there \| version of the schema. \|$", PAGE, re.M)
 
 
 def test_what_is_written_has_the_types_of_the_page():

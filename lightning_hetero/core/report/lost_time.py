@@ -25,6 +25,11 @@ class StragglerSpan:
         end: its last line, ``None`` if it lasts or the run was killed.
         first: round with which it was found.
         lost: seconds that the others waited for it in each round since then.
+
+    Example:
+        >>> begin = StragglerRecord(1.0, "begin", 0, "data", 0, 5, cost=0.1, lost=0.5)
+        >>> StragglerSpan(begin, begin, None, 3, (0.5, 1.0)).total
+        1.5
     """
 
     known: StragglerRecord

@@ -89,7 +89,7 @@ class RunHeader:
     command: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     hostname: str = ""
-    version: int = VERSION
+    version: types.Natural = VERSION
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,14 @@ class RoundRecord:
     """One sync round: medians over the steps since the last round that all workers have timed.
 
     Phases are seconds per micro-batch, without waiting for others, except ``sync``; a step has ``accumulation``
-    micro-batches.
+    micro-batches. In a long run, one line may stand for several rounds; its times are their means, weighted by
+    ``count``.
 
     Args:
         time: seconds since the run began.
         epoch: epoch of the running step.
         step: step of the epoch.
-        count: steps since the last round.
+        count: steps since the last round in the file.
         timed: steps that the medians are over; 0 leaves all times empty.
         sizes: ``b_i``, samples of each worker.
         accumulation: micro-batches of a step.
@@ -240,7 +241,8 @@ class StragglerRecord:
         step: its step.
         cost: seconds that it adds to a step.
         lost: seconds that the others have waited for it so far.
-        relieved: how it ended: ``"split"``, ``"recovered"``, or empty.
+        relieved: how it ended: ``"split"`` (its share fell), ``"recovered"``, ``"others"`` (others are slower now),
+            ``"run ended"``, or empty.
 
     Example:
         >>> StragglerRecord(9.0, "begin", 2, "data", 0, 31, cost=0.05, lost=0.0).rank
