@@ -78,11 +78,11 @@ class RunRecord:
             RecordError: if the header of the last run cannot be read, or its schema is a newer one.
         """
         newest: list[tuple[int, str]] = []
-        earlier = False
+        runs = 0
         for number, line in enumerate(lines, 1):
             if begins_run(line):
-                earlier, newest = earlier or bool(newest), []
-            if line.strip():
+                runs, newest = runs + 1, []
+            if line.strip() and (runs or not newest):  # of a file without a run, the first line says what it is
                 newest.append((number, line))
         records: list[Record] = []
         problems: list[str] = []
@@ -92,8 +92,9 @@ class RunRecord:
                 record = from_line(line, workers)
             except RecordError as error:
                 if not records:
-                    cure = f" Without the lines from {number} on, the run before can be read." if earlier else ""
-                    raise RecordError(f"line {number}, the first of the newest run: {error}{cure}") from None
+                    cure = f" Without the lines from {number} on, the run before can be read." if runs > 1 else ""
+                    of = ", the first of the newest run" if runs else ""
+                    raise RecordError(f"line {number}{of}: {error}{cure}") from None
                 problems.append(f"line {number}: {error}")
                 continue
             if record is not None:
