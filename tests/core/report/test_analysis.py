@@ -86,6 +86,24 @@ def test_what_limits_the_step_is_named():
     assert limits((20, 10), data=(0.06, 0.06)).limited_by == "loading, balanced over all workers"
 
 
+@pytest.mark.parametrize(("slower", "says"), [(1.08, "computing, balanced over all workers"), (1.12, "rank 1's")])
+def test_workers_within_the_noise_of_their_times_are_balanced(slower, says):
+    """Three standard errors of nine steps with 10 % of jitter are 10 % of the time."""
+    record = a_round(np.random.default_rng(0), (16, 16), nodes=[NODES[0]] * 2)
+    later = {name: getattr(record, name)[0] * np.array([1.0, slower]) for name in PHASES}
+    changed = {**{name: tuple(map(float, seconds)) for name, seconds in later.items()}, "timed": 9}
+    one = replace(record, jitter=(0.01, 0.1), **changed)
+    assert RunFigures(RunRecord.of([header(2), one])).limited_by.startswith(says)
+    steady = replace(one, jitter=(0.001, 0.001))
+    assert RunFigures(RunRecord.of([header(2), steady])).limited_by.startswith("rank 1's")
+
+
+def test_without_known_workers_the_optimum_has_the_usual_bounds():
+    one = a_round(np.random.default_rng(0), (20, 12), nodes=NODES)
+    known, unknown = (RunFigures(RunRecord.of([header(workers), one])) for workers in (2, 0))
+    assert unknown.optimum == known.optimum > 0
+
+
 def test_several_last_workers_are_no_single_one():
     nodes = [*NODES, NODES[0]]
     record = a_round(np.random.default_rng(0), (16, 4, 16), nodes=nodes)
