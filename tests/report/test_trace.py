@@ -156,6 +156,7 @@ def of_rows(*steps, count=1, **changed):
         ("a backward pass beyond its end", [row(backward=0.5)] * 2),
         ("an update longer than the step", [row(optimizer=0.9)] * 2),
         ("a step time that is not known", [row(), row(step_time=math.nan)]),
+        ("a step time of zero", [row(), row(step_time=0.0)]),
         ("clocks that differ", [row(step_time=0.2), row(step_time=0.201)]),
         ("a bucket that is missing", [row(ends=(math.nan, 0.07))] * 2),
         ("no bucket", [row(ends=())] * 2),
@@ -175,6 +176,13 @@ def test_several_backward_passes_in_a_batch_keep_their_time():
     events = traced(of_rows(*[[row(backward=0.1)]] * 2))
     backward = [end - start for _, row_, _, start, end in events if row_ == "backward"]
     assert sum(backward) == pytest.approx(2 * 0.1)
+
+
+@pytest.mark.parametrize("unknown", [0.0, math.nan])
+def test_the_median_of_the_step_times_that_are_known_counts(unknown):
+    rows = [row(step_time=0.2), row(step_time=unknown), row(step_time=0.21)]
+    ends = ends_of_steps(traced(of_rows(rows, rows)))
+    assert ends[0][1] - ends[0][0] == pytest.approx(0.205)
 
 
 @pytest.mark.parametrize("sample", [(), ((),), (((1.0, 2.0),),), ((row(forward=math.nan),),), ((row(data=-1.0),),)])
