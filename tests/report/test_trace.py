@@ -209,3 +209,13 @@ def test_changes_stragglers_and_names_are_there():
     assert {one["args"]["why"] for one in marks} >= {one.reason for one in run.changes}
     counters = [one for one in events if one["ph"] == "C" and one["pid"] == 0]
     assert [one["args"]["samples"] for one in counters][:2] == [32, run.changes[0].sizes[0]]
+    changed = next(one for one in run.rounds if one.sizes == run.changes[0].sizes)
+    assert [one["ts"] for one in counters][:2] == [1e6 * run.rounds[0].time, 1e6 * changed.time]
+    assert [one["ts"] for one in marks] == [1e6 * one.time for one in (*run.changes, *run.stragglers)]
+
+
+def test_an_update_belongs_to_the_step_whose_gradients_it_applies():
+    spans = place_steps(of_rows([row()], [row()], [row()]).rounds[0], 0.0)
+    ends = [span.end for span in spans if span.row == "all-reduce" and span.bucket == 1]
+    updates = [(span.step, span.start) for span in spans if span.row == "optimizer"]
+    assert updates == [(i, pytest.approx(end)) for i, end in enumerate(ends)]
