@@ -56,6 +56,10 @@ def test_epochs_without_a_round_lie_between_their_neighbors():
     assert [axis.at(epoch, 3) for epoch in (0, 1, 2, 3, 4, 5)] == [3, 30, 50, 70, 93, 103]
 
 
+def test_steps_before_the_first_round_are_counted_from_the_beginning():
+    assert [StepAxis(RunRecord(header(), (at(1, 4, 25),))).at(*place) for place in ((0, 3), (1, 0))] == [3, 20]
+
+
 def test_without_a_round_all_is_at_the_beginning():
     assert StepAxis(RunRecord(header())).at(3, 4) == 0
 

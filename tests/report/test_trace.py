@@ -214,6 +214,18 @@ def test_changes_stragglers_and_names_are_there():
     assert [one["ts"] for one in marks] == [1e6 * one.time for one in (*run.changes, *run.stragglers)]
 
 
+def test_a_step_of_unknown_length_follows_the_update_of_the_one_before():
+    """Ends are 0.01 + 0.01 + 0.03 + 0.07 seconds apart: update, data, forward, and backward to its end."""
+    ends = ends_of_steps(traced(of_rows(*[[row(step_time=math.nan)]] * 3)))
+    assert np.diff(ends[0]) == pytest.approx(0.12)
+
+
+def test_buckets_between_are_ready_at_equal_distances():
+    one = row(backward=0.06, first_bucket=0.02, ends=(0.021, 0.05, 0.06, 0.07))
+    starts = [span.start for span in place_steps(of_rows([one]).rounds[0], 0.0) if span.row == "all-reduce"]
+    assert np.diff(starts) == pytest.approx([0.04 / 3, 0.05 - 0.02 - 0.04 / 3, 0.01])
+
+
 def test_an_update_belongs_to_the_step_whose_gradients_it_applies():
     spans = place_steps(of_rows([row()], [row()], [row()]).rounds[0], 0.0)
     ends = [span.end for span in spans if span.row == "all-reduce" and span.bucket == 1]

@@ -73,6 +73,20 @@ def test_bounds_count_for_the_optimum():
     assert [one.max_local for one in figures.workers] == [18, 100]
 
 
+def test_the_fewest_samples_of_a_worker_count_for_the_optimum():
+    one = a_round(np.random.default_rng(0), (16, 16), nodes=NODES)
+    least = header(2)
+    least = replace(least, workers=tuple(replace(worker, min_local=16) for worker in least.workers))
+    assert RunFigures(RunRecord.of([least, one])).optimum == pytest.approx(one.step_time)
+
+
+def test_a_run_that_began_with_other_sizes_has_no_time_before():
+    generator = np.random.default_rng(0)
+    rounds = [a_round(generator, sizes, nodes=NODES) for sizes in ((20, 12), (16, 16))]
+    assert math.isnan(RunFigures(RunRecord.of([header(2), *rounds])).step_time_before)
+    assert RunFigures(RunRecord.of([header(2), *rounds[::-1]])).step_time_before == rounds[1].step_time
+
+
 def limits(sizes=(16, 16), nodes=NODES, **more):
     return RunFigures(RunRecord.of([header(2), a_round(np.random.default_rng(0), sizes, nodes=nodes, **more)]))
 
@@ -128,6 +142,7 @@ def test_accumulation_counts_in_times_and_rates():
     four = limits(accumulation=4)
     assert four.workers[1].compute == pytest.approx(4 * one.workers[1].compute)
     assert four.rate == pytest.approx(4 * 32 / four.step_time)
+    assert [one.rate for one in four.workers] == pytest.approx([4 * 16 / four.step_time] * 2)
     assert four.workers[0].idle == pytest.approx(1 - four.workers[0].compute / four.step_time)
 
 

@@ -75,6 +75,11 @@ def test_defaults_take_no_room():
     }
 
 
+def test_times_have_milliseconds_and_other_numbers_six_digits():
+    line = json.loads(as_line(ChangeRecord(123456.78949, 0, 1, (1,), "why", 0.123456789)))
+    assert (line["time"], line["predicted"]) == (123456.789, 0.123457)
+
+
 def test_a_header_always_tells_its_version():
     assert json.loads(as_line(header()))["version"] == VERSION
 

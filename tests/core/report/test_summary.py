@@ -48,6 +48,14 @@ def test_the_line_on_steps_has_the_figures():
     assert found == pytest.approx([1e3 * one for one in wanted], rel=2e-3)
     (line,) = [one for one in summary_of(replace(run, rounds=run.rounds[:2])).lines if one.startswith("step:")]
     assert "at first" not in line, "the split has not changed"
+    assert line.startswith(f"step: {1e3 * figures.step_time_before:.4g} ms (predicted ")
+
+
+@pytest.mark.parametrize(("rank", "who"), [(0, "rank 0 (data)"), (-1, "the link")])
+def test_the_worst_straggler_is_named(rank, who):
+    run = a_run()
+    lines = tuple(replace(one, rank=rank) for one in run.stragglers)
+    assert f"1 straggler, 0.1 s lost; most by {who}" in summary_of(replace(run, stragglers=lines)).lines
 
 
 def test_a_run_that_failed_says_so():
