@@ -5,34 +5,29 @@ make map
 
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 
 HERE = Path(__file__).parent
 PAGE = HERE / "run-record.md"
 sys.path.insert(0, str(HERE.parent))
 
-from lightning_hetero.core.report import records  # noqa: E402
+from lightning_hetero.core.report import field_types, records  # noqa: E402
 
 KINDS = (
     *(records.RunHeader, records.WorkerRecord, records.RoundRecord, records.ChangeRecord, records.GainRecord),
     *(records.StragglerRecord, records.EndRecord),
 )
-TYPES = {
-    "float": "number",
-    "int": "integer",
-    "str": "text",
-    "bool": "true or false",
-    "int | None": "integer or null",
-    "tuple[str, ...]": "list of texts",
-    "Mapping[str, str]": "object of texts",
-}
+ALWAYS = ("version",)
+"""Fields that have a default in Python but not in a file, which is no record without them."""
+TYPES = {float: "number", int: "integer", str: "text", bool: "true or false", Mapping: "object of texts"}
 
 
 def meanings(cls: type) -> dict[str, str]:
     """Return what the docstring of a class says of each field."""
-    text = (cls.__doc__ or "").partition("Args:\n")[2]
+    text = (cls.__doc__ or "").partition("Args:\n")[2].partition("\n\n    Example:")[0]
     parts = re.findall(r"^        (\w+): (.*?)(?=^        \w+: |\Z)", text, re.M | re.S)
     return {name: as_markdown(meaning) for name, meaning in parts}
 
@@ -44,25 +39,38 @@ def as_markdown(text: str) -> str:
 
 
 def type_of(annotation: Any) -> str:
-    """Return the JSON type of a field."""
-    name = annotation.__name__ if isinstance(annotation, type) and not hasattr(annotation, "__args__") else annotation
-    text = str(name).replace("lightning_hetero.core.report.records.", "").replace("collections.abc.", "")
-    if text in TYPES:
-        return TYPES[text]
-    if "WorkerRecord" in text:
-        return "list of workers"
-    depth = text.count("tuple[")
-    inner = "integers" if "int" in text else "numbers"
-    return " of ".join(["list", *["lists"] * (depth - 1)]) + f" of {inner}"
+    """Return the JSON type of a field, with the values that it allows."""
+    kind, parts = get_origin(annotation), get_args(annotation)
+    if kind is Annotated:
+        limits = [limit_of(one) for one in parts[1:]]
+        return type_of(parts[0]) + "".join(limits)
+    if annotation is records.WorkerRecord:
+        return "worker"
+    if type(None) in parts:
+        return f"{type_of(parts[0])}, or null"
+    if kind is tuple:
+        word, _, rest = type_of(parts[0]).partition(" ")
+        return f"list of {word}{'' if word.endswith('s') else 's'}{' ' * bool(rest)}{rest}"
+    return TYPES[kind or annotation]
+
+
+def limit_of(limit: Any) -> str:
+    """Return the range of a number; all else that limits a value is said in the field's meaning."""
+    if not isinstance(limit, field_types.Range) or limit.low == -limit.high:
+        return ""
+    return f" >= {limit.low}" if limit.high > 1 else f" from {limit.low} to {limit.high}"
 
 
 def default_of(one: Any) -> str:
     """Return the value of a field that is left out."""
-    if one.default is MISSING and one.default_factory is MISSING:
+    needed = one.default is MISSING and one.default_factory is MISSING
+    if needed or one.name in ALWAYS:
         return "always there"
     value = one.default_factory() if one.default is MISSING else one.default
-    if value is None or value != value:
-        return "not known" if value is not None else "null"
+    if value is None:
+        return "no bound"
+    if value != value:
+        return "not known"
     return "empty" if value in ((), {}, "") else f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 

@@ -40,7 +40,8 @@ def run(options: argparse.Namespace) -> int:
         )
     exceeds = limit is not None and found.exceeds(limit)
     if options.json:
-        json.dump({**found.to_dict(), "max_regression": limit, "exceeded": exceeds}, sys.stdout, indent=2)
+        values = {**found.to_dict(), "max_regression": limit, "exceeded": exceeds}
+        json.dump(values, sys.stdout, indent=2, allow_nan=False)
         sys.stdout.write("\n")
         return int(exceeds)
     sys.stdout.write(compared_text(found, (str(paths[0]), str(paths[1]))))

@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _write_trace(run: RunRecord, path: Path) -> None:
-    path.write_text(json.dumps(trace_events(run)), encoding="utf-8")
+    path.write_text(json.dumps(trace_events(run), allow_nan=False), encoding="utf-8")
 
 
 def _hint(what: str, run: RunRecord) -> str:

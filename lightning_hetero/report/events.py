@@ -4,13 +4,14 @@ import math
 from collections.abc import Mapping
 from datetime import datetime, timezone
 
-from lightning_hetero.core.report.records import ChangeRecord, GainRecord, StragglerRecord
+from lightning_hetero.core.report.lost_time import straggler_spans
+from lightning_hetero.core.report.records import ChangeRecord, GainRecord
 from lightning_hetero.core.report.run_record import RunRecord
 from lightning_hetero.report.series import StepAxis
 from lightning_hetero.report.tables import MOST_ROWS, Table, sizes_text, worker_name
 from lightning_hetero.report.values import Cell, number, plain
 
-__all__ = ["change_table", "gain_of", "kept_table", "pair_table", "run_table", "straggler_table", "stragglers_of"]
+__all__ = ["change_table", "gain_of", "kept_table", "pair_table", "run_table", "straggler_table"]
 
 
 def gain_of(run: RunRecord, change: ChangeRecord) -> GainRecord | None:
@@ -61,44 +62,31 @@ def kept_table(run: RunRecord) -> Table:
     )
 
 
-def stragglers_of(run: RunRecord) -> list[tuple[StragglerRecord | None, StragglerRecord | None]]:
-    """Return the begin and the end of each straggler; one of them may be missing."""
-    found: list[tuple[StragglerRecord | None, StragglerRecord | None]] = []
-    for one in run.stragglers:
-        if one.event == "begin":
-            found.append((one, None))
-            continue
-        same = [
-            i for i, (begin, end) in enumerate(found)
-            if begin is not None and end is None and (begin.rank, begin.phase) == (one.rank, one.phase)
-        ]  # fmt: skip
-        if same:
-            found[same[-1]] = found[same[-1]][0], one
-        else:
-            found.append((None, one))
-    return found
-
-
-RELIEVED = {"split": "by a new split", "recovered": "it recovered", "": "unknown"}
+RELIEVED = {
+    "split": "by a new split",
+    "recovered": "it recovered",
+    "others": "others are slower now",
+    "run ended": "it lasted until the run ended",
+    "": "unknown",
+}
+"""Words for how a straggler ended."""
 
 
 def straggler_table(run: RunRecord) -> Table:
     """Return each straggler: since when, until when, what it costs, and how it ended; the newest last."""
-    every = stragglers_of(run)
+    every = straggler_spans(run)
     first, axis = max(len(every) - MOST_ROWS, 0), StepAxis(run)
     rows: list[tuple[Cell, ...]] = []
-    for i, (begin, end) in enumerate(every[first:], first):
-        key, known = f"straggler.{i}", end if begin is None else begin
-        if known is None:
-            continue
+    for i, one in enumerate(every[first:], first):
+        key, begin, end = f"straggler.{i}", one.begin, one.end
         rows.append(
             (
-                worker_name(run, known.rank),
-                plain(known.phase),
+                worker_name(run, one.known.rank),
+                plain(one.known.phase),
                 "" if begin is None else number(f"{key}.from", axis.at(begin.epoch, begin.step), "count"),
                 "to the end" if end is None else number(f"{key}.to", axis.at(end.epoch, end.step), "count"),
-                number(f"{key}.cost", known.cost, "seconds"),
-                number(f"{key}.lost", known.lost if end is None else end.lost, "seconds"),
+                number(f"{key}.cost", one.known.cost, "seconds"),
+                number(f"{key}.lost", one.total, "seconds"),
                 "it did not end" if end is None else RELIEVED.get(end.relieved, plain(end.relieved)),
             )
         )
@@ -128,7 +116,9 @@ def run_table(run: RunRecord) -> Table:
     if end:
         rows.append(("recording took", number("run.overhead", end.overhead, "seconds")))
         if end.dropped:
-            rows.append(("rounds left out to bound the file", number("run.dropped", end.dropped, "count")))
+            rows.append(
+                ("lines left out to save time or to bound the file", number("run.dropped", end.dropped, "count"))
+            )
     if run.damaged:
         rows.append(("lines that could not be read", number("run.damaged", run.damaged, "count")))
     return Table(("", ""), tuple(rows))

@@ -9,8 +9,8 @@ import numpy.typing as npt
 from matplotlib.figure import Figure
 
 from lightning_hetero.core.report.analysis import PHASES, RunFigures
+from lightning_hetero.core.report.lost_time import straggler_spans
 from lightning_hetero.core.report.run_record import RunRecord
-from lightning_hetero.report.events import stragglers_of
 from lightning_hetero.report.series import RoundSeries, StepAxis, shown_workers
 from lightning_hetero.report.tables import ranks_text, waiting_of
 
@@ -228,10 +228,10 @@ def _since(series: RoundSeries) -> Array:
 
 
 def _straggler_spans(axes: Any, run: RunRecord, last: float) -> None:
-    every, axis = stragglers_of(run), StepAxis(run)
-    for i, (begin, end) in enumerate(every[-MOST_MARKS:], max(len(every) - MOST_MARKS, 0)):
-        low = axis.at(begin.epoch, begin.step) if begin else 0.0
-        high = axis.at(end.epoch, end.step) if end else last
+    every, axis = straggler_spans(run), StepAxis(run)
+    for i, one in enumerate(every[-MOST_MARKS:], max(len(every) - MOST_MARKS, 0)):
+        low = axis.at(one.begin.epoch, one.begin.step) if one.begin else 0.0
+        high = axis.at(one.end.epoch, one.end.step) if one.end else last
         axes.axvspan(low, max(high, low), color=color("straggler"), alpha=0.16, linewidth=0, gid=f"straggler-{i}")
 
 

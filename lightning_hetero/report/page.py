@@ -13,9 +13,10 @@ from markupsafe import Markup
 
 from lightning_hetero import __version__
 from lightning_hetero.core.report.analysis import RunFigures
+from lightning_hetero.core.report.lost_time import straggler_spans
 from lightning_hetero.core.report.run_record import RunRecord
-from lightning_hetero.report.events import stragglers_of
 from lightning_hetero.report.figures import Panel, bars, panels_of
+from lightning_hetero.report.run_file import problems_text
 from lightning_hetero.report.sections import Section, sections_of, tiles_of
 from lightning_hetero.report.series import round_series
 from lightning_hetero.report.svg import color_rules, drawn, picture_bytes
@@ -131,7 +132,8 @@ def _warning(run: RunRecord) -> str:
     elif run.end.status != "finished":
         parts.append(f"The run ended with an error: {plain(run.end.status)}.")
     if run.damaged:
-        parts.append(f"Parts of the record could not be read and are left out (lines: {run.damaged}).")
+        left_out = f"Parts of the record could not be read and are left out (lines: {run.damaged})."
+        parts.append(f"{left_out} {plain(problems_text(run), 600)}")
     return " ".join(parts)
 
 
@@ -140,8 +142,6 @@ def _titles(run: RunRecord) -> dict[str, str]:
     found = {}
     for i, one in enumerate(run.changes):
         found[f"change-{i}"] = f"epoch {one.epoch}, step {one.step}: {sizes_text(one.sizes)}. {plain(one.reason)}"
-    for i, (begin, end) in enumerate(stragglers_of(run)):
-        known = begin or end
-        if known is not None:
-            found[f"straggler-{i}"] = f"straggler: {worker_name(run, known.rank)}, {plain(known.phase)}"
+    for i, each in enumerate(straggler_spans(run)):
+        found[f"straggler-{i}"] = f"straggler: {worker_name(run, each.known.rank)}, {plain(each.known.phase)}"
     return found

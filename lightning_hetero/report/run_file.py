@@ -1,20 +1,22 @@
 """Files of recorded runs: how one is found, read, and freed of what no figure can be taken from."""
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from lightning_hetero.core.report.analysis import PHASES, RunFigures
 from lightning_hetero.core.report.json_lines import RecordError
 from lightning_hetero.core.report.records import FILE_NAME, RoundRecord
 from lightning_hetero.core.report.run_record import RunRecord
 
-__all__ = ["find_record", "read_run", "usable"]
+__all__ = ["find_record", "problems_text", "read_run", "usable"]
 
-OF_WORKERS = ("sync", "jitter", "max_local")
-"""Fields of a round that may be empty, and else have a value for each worker."""
+log = logging.getLogger("lightning_hetero")
+
+SHORTEST = 1e-9
+"""Seconds of the shortest step that is taken for one: a nanosecond, the resolution of clocks."""
 
 
 def find_record(path: str | Path) -> Path:
@@ -60,7 +62,7 @@ def read_run(path: str | Path) -> RunRecord:
         path: the file, or a folder as for :func:`find_record`.
 
     Returns:
-        The record, as :func:`usable` leaves it.
+        The record, as :func:`usable` leaves it. Lines that cannot be read are left out, with a warning that names them.
 
     Raises:
         RecordError: if there is none, or it cannot be read.
@@ -68,48 +70,49 @@ def read_run(path: str | Path) -> RunRecord:
     file = find_record(path)
     try:
         with file.open(encoding="utf-8", errors="replace") as lines:
-            return usable(RunRecord.from_lines(lines))
+            run = RunRecord.from_lines(lines)
     except RecordError as error:
         raise RecordError(f"{str(file)!r}: {error}") from None
     except OSError as error:
         raise RecordError(f"{str(file)!r} cannot be read: {error.strerror or error}.") from None
+    if run.problems:
+        log.warning("%s: what cannot be read is left out. %s", file, problems_text(run))
+    return usable(run)
 
 
-def usable(run: RunRecord) -> RunRecord:
-    """Return a record without what no figure can be taken from, such as a damaged line leaves it.
-
-    A round of another number of workers is left out and counts as damaged. A round whose times are not all known and
-    positive counts as not timed, and one whose time model gives no split has no model.
+def problems_text(run: RunRecord, most: int = 3) -> str:
+    """Return the first lines that could not be read, with what is wrong with them.
 
     Example:
         >>> from lightning_hetero.core.report.records import RunHeader
-        >>> header = RunHeader(0.0, "0.2.0", "Trainer", "hetero_ddp", "perf_model", (), 8)
-        >>> rounds = RoundRecord(1.0, 0, 9, 10, 8, (6, 2), step_time=0.1), RoundRecord(2.0, 0, 19, 10, 0, (8,))
-        >>> found = usable(RunRecord(header, rounds))
-        >>> len(found.rounds), found.rounds[0].timed, found.damaged
-        (1, 0, 1)
+        >>> header = RunHeader(0, "0.2.0", "Trainer", "hetero_ddp", "perf_model", (), 8)
+        >>> problems_text(RunRecord(header, problems=("line 7: a.", "line 8: b.", "line 9: c.")), most=1)
+        'line 7: a. 2 more lines cannot be read.'
     """
-    workers = run.workers or next((len(one.sizes) for one in run.rounds), 0)
-    good = [one for one in run.rounds if _is_round(one, workers)]
-    rounds = tuple(_with_usable_model(run, _with_usable_times(one)) for one in good)
-    changes = tuple(one for one in run.changes if len(one.sizes) == workers)
-    left_out = len(run.rounds) - len(rounds) + len(run.changes) - len(changes)
-    return replace(run, rounds=rounds, changes=changes, damaged=run.damaged + left_out)
+    more = run.damaged - most
+    rest = f"{more} more line{'s' * (more > 1)} cannot be read." if more > 0 else ""
+    return " ".join([*run.problems[:most], rest]).strip()
 
 
-def _is_round(one: RoundRecord, workers: int) -> bool:
-    sizes = len(one.sizes) == workers > 0 and one.total > 0 and min(one.sizes) >= 0
-    return sizes and one.accumulation >= 1 and one.count >= 0 and math.isfinite(one.time)
+def usable(run: RunRecord) -> RunRecord:
+    """Return a record without what no figure can be taken from.
+
+    A round whose times are not all known and positive counts as not timed, and one whose time model gives no split has
+    no model.
+
+    Example:
+        >>> from lightning_hetero.core.report.records import RunHeader
+        >>> header = RunHeader(0, "0.2.0", "Trainer", "hetero_ddp", "perf_model", (), 8)
+        >>> usable(RunRecord(header, (RoundRecord(1.0, 0, 9, 10, 8, (6, 2), step_time=0.1),))).rounds[0].timed
+        0
+    """
+    return replace(run, rounds=tuple(_with_usable_model(run, _with_usable_times(one)) for one in run.rounds))
 
 
 def _with_usable_times(one: RoundRecord) -> RoundRecord:
-    count = len(one.sizes)
-    phases = [getattr(one, name) for name in PHASES]
-    known = all(_all_numbers(values, count) and min(values) >= 0 for values in phases)
-    timed = one.timed if known and one.timed > 0 and not one.step_time <= 0 else 0
-    step_time = one.step_time if timed and math.isfinite(one.step_time) else math.nan
-    kept: dict[str, Any] = {name: value if len(value := getattr(one, name)) == count else () for name in OF_WORKERS}
-    return replace(one, timed=timed, step_time=step_time, **kept)
+    known = all(_all_numbers(getattr(one, name), len(one.sizes)) for name in PHASES)
+    timed = one.timed if known and one.step_time >= SHORTEST else 0
+    return replace(one, timed=timed, step_time=one.step_time if timed else math.nan)
 
 
 def _all_numbers(values: Sequence[float], count: int) -> bool:

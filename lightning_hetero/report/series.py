@@ -73,21 +73,32 @@ class StepAxis:
 
     def __init__(self, run: RunRecord) -> None:
         self.ends = np.cumsum([one.count for one in run.rounds], dtype=float)
+        self._rounds = run.rounds
         self._places = [(one.epoch, one.step) for one in run.rounds]
 
     def at(self, epoch: int, step: int) -> float:
-        """Return how many synchronized steps come before a step of an epoch.
+        """Return how many synchronized steps come before a batch of an epoch.
 
-        Steps are counted back from the first round behind it, if that is in the same epoch, or else from the beginning
-        of that round's epoch. Behind the last round, steps are counted on from there.
+        A step has ``accumulation`` batches, as in the first round behind it. They are counted back from that round, if
+        it is in the same epoch, or on from the round before, if that is; else back to the beginning of the epoch of the
+        round behind, with epochs between as long as each other. Behind the last round, steps are counted on from there.
         """
         i = bisect_left(self._places, (epoch, step))
-        before = float(self.ends[i - 1]) if i else 0.0
-        if i == len(self._places):
-            same = i > 0 and self._places[-1][0] == epoch
-            return before + max(step - self._places[-1][1] - 1 if same else step, 0) if i else 0.0
-        back = self._places[i][1] + 1 - (step if self._places[i][0] == epoch else 0)
-        return float(min(max(self.ends[i] - back, before), self.ends[i]))
+        if not self._rounds:
+            return 0.0
+        last = i == len(self._rounds)
+        each = self._rounds[i - last].accumulation
+        before, since = (float(self.ends[i - 1]), self._places[i - 1]) if i else (0.0, (0, -1))
+        on = before + (step - since[1] - 1 if epoch == since[0] else step) / each
+        if last:
+            return max(on, before)
+        until, (its_epoch, its_step) = float(self.ends[i]), self._places[i]
+        if epoch == its_epoch:
+            return min(max(until - (its_step + 1 - step) / each, before), until)
+        begin = max(until - (its_step + 1) / each, before)
+        if epoch != since[0]:
+            on = before + (begin - before) * (epoch - since[0]) / (its_epoch - since[0])
+        return min(on, begin)
 
 
 def thinned(rounds: Sequence[RoundRecord], most: int = MOST_ROUNDS) -> list[int]:

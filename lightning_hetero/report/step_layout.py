@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightning_hetero.core.report.records import RoundRecord, Seconds
+from lightning_hetero.core.report.records import RoundRecord
 
 __all__ = ["Span", "place_steps"]
 
@@ -97,7 +97,7 @@ class _Sample:
         return self.backward / self.count
 
 
-def _sample_of(row: Seconds, count: int) -> _Sample | None:
+def _sample_of(row: Sequence[float], count: int) -> _Sample | None:
     """Return what a sampled row says, ``None`` if something of it is not known."""
     if len(row) < len(FIELDS):
         return None

@@ -19,7 +19,10 @@ def runs(tmp_path_factory):
     written(slow, folder / "slow" / "version_0")
     path = written(untimed, folder / "untimed")
     path.write_text("".join(line for line in path.read_text().splitlines(True) if '"kind":"round"' not in line))
-    return {name: str(folder / name) for name in ("fast", "slow", "untimed")}
+    for name, old, new in (("damaged", '"data":[', '"data":5,"old":['), ("newer", '"version":1', '"version":2')):
+        path = written(fast, folder / name)
+        path.write_text(path.read_text().replace(old, new))
+    return {name: str(folder / name) for name in ("fast", "slow", "untimed", "damaged", "newer")}
 
 
 @pytest.fixture
@@ -96,6 +99,8 @@ def test_errors_of_the_comparison(run, runs):
     for arguments, says in (
         ([runs["fast"], "nowhere"], "no file and no folder"),
         ([runs["fast"], runs["untimed"], "--max-regression", "5%"], "needs steps that were timed in both runs"),
+        ([runs["fast"], runs["damaged"], "--max-regression", "5%"], "B has none"),
+        ([runs["fast"], runs["newer"], "--max-regression", "5%"], "Update lightning-hetero"),
         ([runs["fast"], runs["slow"], "--max-regression", "five"], "'five' is no share"),
         ([runs["fast"], runs["slow"], "--max-regression", "150%"], "'150%' is no share"),
         ([runs["fast"]], "the following arguments are required: B"),

@@ -25,16 +25,18 @@ def test_every_kind_and_field_is_in_the_page():
         meanings = SCRIPT["meanings"](cls)
         assert set(meanings) == {one.name for one in fields(cls)}, "each field is described, and nothing else"
         assert all(meanings.values())
+    assert ">>>" not in PAGE
+    assert re.search(r"^\| `version` \| integer >= 1 \| always there \| version of the schema. \|$", PAGE, re.M)
 
 
 def test_what_is_written_has_the_types_of_the_page():
     table = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", PAGE, re.M))
-    kinds = {"number": (int, float), "integer": int, "text": str, "true or false": bool, "object of texts": dict}
+    kinds = {"number": (int, float), "integer": int, "text": str, "true": bool, "object": dict, "list": list}
     found = 0
     for line in lines_of(simulated(rounds=3, steps=3)):
         for name, value in json.loads(line).items():
             if name not in ("kind", "version"):
-                expected = kinds.get(table[name], list)
+                expected = kinds[re.match(r"\w+", table[name])[0]]
                 assert isinstance(value, expected), (name, value)
                 found += 1
     assert found > 50

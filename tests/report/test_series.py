@@ -27,7 +27,8 @@ AXIS = StepAxis(RunRecord(header(), (at(0, 9, 10), at(0, 19, 10), at(1, 4, 15), 
         ((0, 5), 5),
         ((0, 10), 10),
         ((0, 12), 12),
-        ((0, 25), 30),  # the epoch has 30 steps, and the round of the next one counts back to its beginning
+        ((0, 25), 25),
+        ((0, 35), 30),  # by the round of the next one, the epoch has 30 steps
         ((1, 0), 30),
         ((1, 3), 33),
         ((1, 15), 45),
@@ -38,6 +39,25 @@ AXIS = StepAxis(RunRecord(header(), (at(0, 9, 10), at(0, 19, 10), at(1, 4, 15), 
 )
 def test_a_step_of_an_epoch_has_its_place_on_the_axis(place, steps):
     assert AXIS.at(*place) == steps
+
+
+def test_batches_of_accumulated_steps_are_counted_as_steps():
+    """Rounds of ten steps with four batches each, and a last one with two batches a step."""
+    rounds = [replace(at(0, 40 * k - 1, 10), accumulation=4) for k in (1, 2, 3)]
+    axis = StepAxis(RunRecord(header(), (*rounds, replace(at(0, 139, 10), accumulation=2))))
+    steps = {0: 0, 20: 5, 40: 10, 88: 22, 100: 25, 119: 29.75, 120: 30, 130: 35, 140: 40, 150: 45}
+    assert {batch: axis.at(0, batch) for batch in steps} == steps
+    axis = StepAxis(RunRecord(header(), (rounds[0], replace(at(1, 19, 10), accumulation=4))))
+    assert [axis.at(0, 44), axis.at(1, 0), axis.at(1, 8), axis.at(2, 8)] == [11, 15, 17, 22]
+
+
+def test_epochs_without_a_round_lie_between_their_neighbors():
+    axis = StepAxis(RunRecord(header(), (at(0, 9, 10), at(4, 9, 90))))
+    assert [axis.at(epoch, 3) for epoch in (0, 1, 2, 3, 4, 5)] == [3, 30, 50, 70, 93, 103]
+
+
+def test_steps_before_the_first_round_are_counted_from_the_beginning():
+    assert [StepAxis(RunRecord(header(), (at(1, 4, 25),))).at(*place) for place in ((0, 3), (1, 0))] == [3, 20]
 
 
 def test_without_a_round_all_is_at_the_beginning():

@@ -156,6 +156,7 @@ def of_rows(*steps, count=1, **changed):
         ("a backward pass beyond its end", [row(backward=0.5)] * 2),
         ("an update longer than the step", [row(optimizer=0.9)] * 2),
         ("a step time that is not known", [row(), row(step_time=math.nan)]),
+        ("a step time of zero", [row(), row(step_time=0.0)]),
         ("clocks that differ", [row(step_time=0.2), row(step_time=0.201)]),
         ("a bucket that is missing", [row(ends=(math.nan, 0.07))] * 2),
         ("no bucket", [row(ends=())] * 2),
@@ -175,6 +176,13 @@ def test_several_backward_passes_in_a_batch_keep_their_time():
     events = traced(of_rows(*[[row(backward=0.1)]] * 2))
     backward = [end - start for _, row_, _, start, end in events if row_ == "backward"]
     assert sum(backward) == pytest.approx(2 * 0.1)
+
+
+@pytest.mark.parametrize("unknown", [0.0, math.nan])
+def test_the_median_of_the_step_times_that_are_known_counts(unknown):
+    rows = [row(step_time=0.2), row(step_time=unknown), row(step_time=0.21)]
+    ends = ends_of_steps(traced(of_rows(rows, rows)))
+    assert ends[0][1] - ends[0][0] == pytest.approx(0.205)
 
 
 @pytest.mark.parametrize("sample", [(), ((),), (((1.0, 2.0),),), ((row(forward=math.nan),),), ((row(data=-1.0),),)])
@@ -201,3 +209,25 @@ def test_changes_stragglers_and_names_are_there():
     assert {one["args"]["why"] for one in marks} >= {one.reason for one in run.changes}
     counters = [one for one in events if one["ph"] == "C" and one["pid"] == 0]
     assert [one["args"]["samples"] for one in counters][:2] == [32, run.changes[0].sizes[0]]
+    changed = next(one for one in run.rounds if one.sizes == run.changes[0].sizes)
+    assert [one["ts"] for one in counters][:2] == [1e6 * run.rounds[0].time, 1e6 * changed.time]
+    assert [one["ts"] for one in marks] == [1e6 * one.time for one in (*run.changes, *run.stragglers)]
+
+
+def test_a_step_of_unknown_length_follows_the_update_of_the_one_before():
+    """Ends are 0.01 + 0.01 + 0.03 + 0.07 seconds apart: update, data, forward, and backward to its end."""
+    ends = ends_of_steps(traced(of_rows(*[[row(step_time=math.nan)]] * 3)))
+    assert np.diff(ends[0]) == pytest.approx(0.12)
+
+
+def test_buckets_between_are_ready_at_equal_distances():
+    one = row(backward=0.06, first_bucket=0.02, ends=(0.021, 0.05, 0.06, 0.07))
+    starts = [span.start for span in place_steps(of_rows([one]).rounds[0], 0.0) if span.row == "all-reduce"]
+    assert np.diff(starts) == pytest.approx([0.04 / 3, 0.05 - 0.02 - 0.04 / 3, 0.01])
+
+
+def test_an_update_belongs_to_the_step_whose_gradients_it_applies():
+    spans = place_steps(of_rows([row()], [row()], [row()]).rounds[0], 0.0)
+    ends = [span.end for span in spans if span.row == "all-reduce" and span.bucket == 1]
+    updates = [(span.step, span.start) for span in spans if span.row == "optimizer"]
+    assert updates == [(i, pytest.approx(end)) for i, end in enumerate(ends)]

@@ -1,7 +1,7 @@
 """Figures of a recorded run: what the split gained, what limits the step, and each worker's part in it."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from lightning_hetero.core.batching.integer_split import even_sizes
 from lightning_hetero.core.batching.optperf import solve_optperf
+from lightning_hetero.core.report.lost_time import lost_time, straggler_spans
 from lightning_hetero.core.report.records import RoundRecord
 from lightning_hetero.core.report.run_record import RunRecord
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeModels
@@ -140,15 +141,13 @@ class RunFigures:
 
     @property
     def speed_up(self) -> float:
-        """Speed over equal sizes at the end."""
-        return self.even / self.step_time if self.step_time > 0 else math.nan
+        """Speed over equal sizes at the end, over the rounds in which both are known."""
+        return _ratio(self.last, even_of, lambda one: one.step_time)
 
     @property
     def speed_up_of_run(self) -> float:
         """Speed over equal sizes in the whole run, the steps before the first change included."""
-        known = [one for one in self.timed if math.isfinite(even_of(one))]
-        taken = sum(one.count * one.step_time for one in known)
-        return sum(one.count * even_of(one) for one in known) / taken if taken > 0 else math.nan
+        return _ratio(self.timed, even_of, lambda one: one.step_time)
 
     @property
     def rate(self) -> float:
@@ -226,7 +225,7 @@ class RunFigures:
     @property
     def link_share(self) -> float:
         """Share of the step at the end in which even the last worker waits for the all-reduce."""
-        return _mean(self.last, [one.link for one in self.last]) / self.step_time if self.last else math.nan
+        return _ratio(self.last, lambda one: one.link, lambda one: one.step_time)
 
     @property
     def limited_by(self) -> str:
@@ -255,8 +254,7 @@ class RunFigures:
     @property
     def lost(self) -> float:
         """Seconds that workers have waited for named stragglers."""
-        ended = [one.lost for one in self.run.stragglers if one.event == "end"]
-        return float(sum(ended))
+        return lost_time(straggler_spans(self.run))
 
 
 NAMES = {"data": "loader", "forward": "forward pass", "backward": "backward pass", "optimizer": "optimizer"}
@@ -272,9 +270,7 @@ def even_of(one: RoundRecord) -> float:
         >>> even_of(RoundRecord(1.0, 0, 9, 10, 8, (6, 2), step_time=0.1, even=0.2))
         0.2
     """
-    return (
-        one.step_time if tuple(sorted(one.sizes)) == tuple(sorted(even_sizes(one.total, len(one.sizes)))) else one.even
-    )
+    return one.step_time if sorted(one.sizes) == sorted(even_sizes(one.total, len(one.sizes))) else one.even
 
 
 def _alike(rounds: Iterable[RoundRecord]) -> tuple[RoundRecord, ...]:
@@ -292,3 +288,12 @@ def _mean(rounds: Sequence[RoundRecord], values: Sequence[float]) -> float:
     pairs = [(value, one.count) for value, one in zip(values, rounds, strict=True) if math.isfinite(value)]
     steps = sum(count for _, count in pairs)
     return sum(value * count for value, count in pairs) / steps if steps else math.nan
+
+
+def _ratio(
+    rounds: Sequence[RoundRecord], value: Callable[[RoundRecord], float], base: Callable[[RoundRecord], float]
+) -> float:
+    """Return the mean of a value over that of another, over the rounds in which both are known; NaN without any."""
+    known = [one for one in rounds if math.isfinite(value(one)) and math.isfinite(base(one))]
+    taken = sum(one.count * base(one) for one in known)
+    return sum(one.count * value(one) for one in known) / taken if taken > 0 else math.nan

@@ -2,10 +2,12 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, fields
-from typing import Any
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from typing import Annotated, Any, get_args, get_origin
 
+from lightning_hetero.core.report.field_types import shown
 from lightning_hetero.core.report.records import (
     VERSION,
     ChangeRecord,
@@ -14,12 +16,10 @@ from lightning_hetero.core.report.records import (
     Record,
     RoundRecord,
     RunHeader,
-    Sizes,
     StragglerRecord,
-    WorkerRecord,
 )
 
-__all__ = ["RecordError", "as_line", "from_line"]
+__all__ = ["RecordError", "as_line", "begins_run", "from_line"]
 
 _KINDS: dict[str, Any] = {
     cls.kind: cls for cls in (RunHeader, RoundRecord, ChangeRecord, GainRecord, StragglerRecord, EndRecord)
@@ -71,18 +71,26 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-def from_line(line: str) -> Record | None:
+def from_line(line: str, workers: int = 0) -> Record | None:
     """Return the record of a line, ``None`` if its kind is unknown.
 
+    Args:
+        line: the line.
+        workers: number of workers, of which lists have one value each; 0 if it is not known.
+
     Raises:
-        RecordError: if the line is not a JSON object with the fields of its kind, or the schema is a newer one.
+        RecordError: if the line is not a JSON object with the fields of its kind, a value is not of its field's type or
+            out of its range, or the schema is a newer one.
 
     Example:
         >>> from_line('{"kind":"gain","time":12.0,"epoch":0,"step":40,"before":0.27,"after":0.24}').after
         0.24
+        >>> from_line('{"kind":"gain","time":12.0,"epoch":0,"step":40,"before":-0.27,"after":0.24}')
+        Traceback (most recent call last):
+        lightning_hetero.core.report.json_lines.RecordError: damaged 'gain': before: -0.27 is below 0, the least ...
     """
     try:
-        values = json.loads(line)
+        values = json.loads(line, parse_constant=_no_constant)
     except ValueError as error:
         raise RecordError(f"a line of the record is no JSON: {error}.") from None
     except RecursionError:
@@ -94,12 +102,36 @@ def from_line(line: str) -> Record | None:
         return None
     if kind == "run":
         _check_version(values.get("version"))
-    cls = _KINDS[kind]
-    known = {one.name: one for one in fields(cls)}
     try:
-        return cls(**{name: _typed(known[name].type, value) for name, value in values.items() if name in known})  # type: ignore[no-any-return]
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
-        raise RecordError(f"a line of kind {kind!r} is damaged: {error}.") from None
+        record: Record = _object(_KINDS[kind], values, "", workers)
+    except _WrongError as error:
+        raise RecordError(f"damaged {kind!r}: {error}.") from None
+    if isinstance(record, RoundRecord) and record.timed and not record.count:
+        raise RecordError(f"damaged 'round': count: 0 steps, of which {record.timed} are timed.")
+    return record
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+_RUN = re.compile(r'"kind"\s*:\s*"run"')
+
+
+def begins_run(line: str) -> bool:
+    """Return whether a line is the header of a run, be it damaged or of a newer schema.
+
+    Example:
+        >>> begins_run('{"kind":"run","version":9}'), begins_run('{"kind":"run","vers'), begins_run('{"kind":"end"}')
+        (True, True, False)
+    """
+    if not _RUN.search(line):
+        return False
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return True
+    return isinstance(values, dict) and values.get("kind") == "run"
 
 
 def _check_version(version: Any) -> None:
@@ -112,55 +144,69 @@ def _check_version(version: Any) -> None:
         )
 
 
-def _typed(annotation: Any, value: Any) -> Any:
-    """Return a JSON value as the type of its field."""
-    convert = _CONVERSIONS.get(annotation)
-    return _numbers(value) if convert is None else convert(value)
+class _WrongError(ValueError):
+    """Error of a value, which names its field."""
+
+    def __init__(self, field: str, why: str) -> None:
+        super().__init__(f"{field}: {why}")
 
 
-def _integer(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{value!r} is no integer")
+def _object(cls: Any, values: Any, name: str, workers: int) -> Any:
+    """Return a JSON object as a record; fields that are not known are left out."""
+    if not isinstance(values, dict):
+        raise _WrongError(name, f"{shown(values)} is no object")
+    given = {}
+    for one in fields(cls):
+        where = f"{name}.{one.name}" if name else one.name
+        needed = one.default is MISSING and one.default_factory is MISSING
+        if one.name in values and not (needed and values[one.name] is None):
+            given[one.name] = _typed(one.type, values[one.name], where, workers)
+        elif needed:
+            raise _WrongError(where, "is missing" if one.name not in values else "is null")
+    return cls(**given)
+
+
+def _typed(annotation: Any, value: Any, name: str, workers: int) -> Any:
+    """Return a JSON value as the type of its field, if it is among the values that this allows."""
+    kind, parts = get_origin(annotation), get_args(annotation)
+    if kind is Annotated:
+        typed = _typed(parts[0], value, name, workers)
+        for limit in parts[1:]:
+            if why := limit.error(typed, workers):
+                raise _WrongError(name, why)
+        return typed
+    if annotation is float:
+        return _number(value, name)
+    if is_dataclass(annotation):
+        return _object(annotation, value, name, workers)
+    if type(None) in parts:
+        return None if value is None else _typed(parts[0], value, name, workers)
+    plain, word = _JSON[kind or annotation]
+    if type(value) is not plain:
+        raise _WrongError(name, f"{shown(value)} is no {word}")
+    if isinstance(value, list):
+        return tuple(_typed(parts[0], one, f"{name}[{i}]", workers) for i, one in enumerate(value))
+    if isinstance(value, dict):
+        return {key: _typed(parts[1], one, f"{name}[{shown(key)}]", workers) for key, one in value.items()}
     return value
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
-    return value
+_JSON: dict[Any, tuple[type, str]] = {
+    int: (int, "integer"),
+    str: (str, "text"),
+    bool: (bool, "true or false"),
+    tuple: (list, "list"),
+    Mapping: (dict, "object"),
+}
+"""Type of a JSON value by that of its field, and the word for it."""
 
 
-def _worker(value: Mapping[str, Any]) -> WorkerRecord:
-    known = {one.name: one for one in fields(WorkerRecord)}
-    given = {name: one for name, one in value.items() if name in known}
-    most = given.pop("max_local", None)
-    typed = {name: _typed(known[name].type, one) for name, one in given.items()}
-    return WorkerRecord(**typed, max_local=None if most is None else _integer(most))
-
-
-def _number(value: Any) -> float:
+def _number(value: Any, name: str) -> float:
     if value is None:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{value!r} is no number")
-    return float(value)
-
-
-def _numbers(value: Any) -> Any:
-    """Return nested lists of numbers as tuples."""
-    if isinstance(value, list):
-        return tuple(_numbers(one) for one in value)
-    return _number(value)
-
-
-_CONVERSIONS: dict[Any, Callable[[Any], Any]] = {
-    float: _number,
-    int: _integer,
-    str: _text,
-    bool: bool,
-    Sizes: lambda value: tuple(_integer(one) for one in value),
-    tuple[str, ...]: lambda value: tuple(_text(one) for one in value),
-    tuple[WorkerRecord, ...]: lambda value: tuple(_worker(one) for one in value),
-    Mapping[str, str]: lambda value: {str(key): str(one) for key, one in value.items()},
-}
-"""Conversion of a JSON value by the type of its field; all others are nested lists of numbers."""
+        raise _WrongError(name, f"{shown(value)} is no number")
+    try:
+        return float(value)
+    except OverflowError:
+        raise _WrongError(name, f"{shown(value)} is too large") from None

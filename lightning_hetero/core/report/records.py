@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from lightning_hetero.core.report import field_types as types
+
 __all__ = [
     "FILE_NAME",
     "VERSION",
@@ -21,17 +23,12 @@ __all__ = [
     "Record",
     "RoundRecord",
     "RunHeader",
-    "Seconds",
-    "Sizes",
     "StragglerRecord",
     "WorkerRecord",
 ]
 
 VERSION, FILE_NAME = 1, "hetero_run.jsonl"
 """Version of the schema, and name of the file in the logger's directory."""
-
-Sizes = tuple[int, ...]
-Seconds = tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -52,9 +49,9 @@ class WorkerRecord:
 
     identity: str
     device: str
-    capacity: float = math.nan
-    min_local: int = 1
-    max_local: int | None = None
+    capacity: types.Amount = math.nan
+    min_local: types.Count = 1
+    max_local: types.Count | None = None
 
 
 @dataclass(frozen=True)
@@ -81,18 +78,18 @@ class RunHeader:
     """
 
     kind: ClassVar[str] = "run"
-    started: int
+    started: types.Count
     package: str
     front_end: str
     strategy: str
     policy: str
     workers: tuple[WorkerRecord, ...]
-    total_batch_size: int
+    total_batch_size: types.Count
     settings: Mapping[str, str] = field(default_factory=dict)
     command: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     hostname: str = ""
-    version: int = VERSION
+    version: types.Natural = VERSION
 
 
 @dataclass(frozen=True)
@@ -100,13 +97,14 @@ class RoundRecord:
     """One sync round: medians over the steps since the last round that all workers have timed.
 
     Phases are seconds per micro-batch, without waiting for others, except ``sync``; a step has ``accumulation``
-    micro-batches.
+    micro-batches. In a long run, one line may stand for several rounds; its times are their means, weighted by
+    ``count``.
 
     Args:
         time: seconds since the run began.
         epoch: epoch of the running step.
         step: step of the epoch.
-        count: steps since the last round.
+        count: steps since the last round in the file.
         timed: steps that the medians are over; 0 leaves all times empty.
         sizes: ``b_i``, samples of each worker.
         accumulation: micro-batches of a step.
@@ -140,41 +138,37 @@ class RoundRecord:
     """
 
     kind: ClassVar[str] = "round"
-    SAMPLED: ClassVar[tuple[str, ...]] = (
-        *("size", "forward", "backward", "first_bucket", "overlapped_sync", "last_sync", "step_time"),
-        *("data", "optimizer"),
-    )
-
-    time: float
-    epoch: int
-    step: int
-    count: int
-    timed: int
-    sizes: Sizes
-    accumulation: int = 1
-    step_time: float = math.nan
-    data: Seconds = ()
-    forward: Seconds = ()
-    backward: Seconds = ()
-    optimizer: Seconds = ()
-    sync: Seconds = ()
-    link: float = math.nan
-    jitter: Seconds = ()
-    predicted: float = math.nan
-    error: float = math.nan
-    even: float = math.nan
-    nodes: tuple[Seconds, ...] = ()
-    gamma: float = math.nan
-    t_o: float = math.nan
-    t_u: float = math.nan
-    max_local: Sizes = ()
-    density: float = math.nan
+    SAMPLED: ClassVar[tuple[str, ...]] = types.SAMPLED
+    time: types.Seconds
+    epoch: types.Count
+    step: types.Count
+    count: types.Count
+    timed: types.Count
+    sizes: types.Sizes
+    accumulation: types.Natural = 1
+    step_time: types.Seconds = math.nan
+    data: types.WorkerSeconds = ()
+    forward: types.WorkerSeconds = ()
+    backward: types.WorkerSeconds = ()
+    optimizer: types.WorkerSeconds = ()
+    sync: types.WorkerSeconds = ()
+    link: types.Seconds = math.nan
+    jitter: types.WorkerAmounts = ()
+    predicted: types.Amount = math.nan
+    error: types.Amount = math.nan
+    even: types.Amount = math.nan
+    nodes: types.Coefficients = ()
+    gamma: types.Share = math.nan
+    t_o: types.Amount = math.nan
+    t_u: types.Amount = math.nan
+    max_local: types.Bounds = ()
+    density: types.Amount = math.nan
     stale: bool = False
-    sent_bytes: float = math.nan
-    noise_scale: float = math.nan
-    goodput: float = math.nan
+    sent_bytes: types.Amount = math.nan
+    noise_scale: types.Number = math.nan
+    goodput: types.Amount = math.nan
     kept: str = ""
-    sample: tuple[tuple[Seconds, ...], ...] = ()
+    sample: types.Sample = ()
 
     @property
     def total(self) -> int:
@@ -200,12 +194,12 @@ class ChangeRecord:
     """
 
     kind: ClassVar[str] = "change"
-    time: float
-    epoch: int
-    step: int
-    sizes: Sizes
+    time: types.Seconds
+    epoch: types.Count
+    step: types.Count
+    sizes: types.Sizes
     reason: str
-    predicted: float = math.nan
+    predicted: types.Amount = math.nan
 
 
 @dataclass(frozen=True)
@@ -226,12 +220,12 @@ class GainRecord:
     """
 
     kind: ClassVar[str] = "gain"
-    time: float
-    epoch: int
-    step: int
-    before: float
-    after: float
-    predicted: float = math.nan
+    time: types.Seconds
+    epoch: types.Count
+    step: types.Count
+    before: types.Seconds
+    after: types.Seconds
+    predicted: types.Amount = math.nan
 
 
 @dataclass(frozen=True)
@@ -247,7 +241,8 @@ class StragglerRecord:
         step: its step.
         cost: seconds that it adds to a step.
         lost: seconds that the others have waited for it so far.
-        relieved: how it ended: ``"split"``, ``"recovered"``, or empty.
+        relieved: how it ended: ``"split"`` (its share fell), ``"recovered"``, ``"others"`` (others are slower now),
+            ``"run ended"``, or empty.
 
     Example:
         >>> StragglerRecord(9.0, "begin", 2, "data", 0, 31, cost=0.05, lost=0.0).rank
@@ -255,14 +250,14 @@ class StragglerRecord:
     """
 
     kind: ClassVar[str] = "straggler"
-    time: float
-    event: str
-    rank: int
+    time: types.Seconds
+    event: types.Event
+    rank: types.Rank
     phase: str
-    epoch: int
-    step: int
-    cost: float
-    lost: float
+    epoch: types.Count
+    step: types.Count
+    cost: types.Seconds
+    lost: types.Seconds
     relieved: str = ""
 
 
@@ -278,7 +273,8 @@ class EndRecord:
         status: ``"finished"``, or the error that ended it.
         memory: most bytes that each worker's device had allocated, NaN if unknown.
         overhead: seconds that recording took.
-        dropped: rounds left out of the file to bound its size.
+        dropped: lines left out: rounds that had no time to be recorded, and what was merged or dropped to bound the
+            file.
 
     Example:
         >>> EndRecord(99.0, 2, 0, steps=400).status
@@ -286,14 +282,14 @@ class EndRecord:
     """
 
     kind: ClassVar[str] = "end"
-    time: float
-    epoch: int
-    step: int
-    steps: int
+    time: types.Seconds
+    epoch: types.Count
+    step: types.Count
+    steps: types.Count
     status: str = "finished"
-    memory: tuple[float, ...] = ()
-    overhead: float = 0.0
-    dropped: int = 0
+    memory: types.WorkerAmounts = ()
+    overhead: types.Amount = 0.0
+    dropped: types.Count = 0
 
 
 Record = RunHeader | RoundRecord | ChangeRecord | GainRecord | StragglerRecord | EndRecord

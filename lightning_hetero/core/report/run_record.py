@@ -1,9 +1,9 @@
 """Record of one run, read from its lines."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_hetero.core.report.json_lines import RecordError, from_line
+from lightning_hetero.core.report.json_lines import RecordError, begins_run, from_line
 from lightning_hetero.core.report.records import (
     ChangeRecord,
     EndRecord,
@@ -28,7 +28,7 @@ class RunRecord:
         gains: measured gains of these changes.
         stragglers: begins and ends of stragglers.
         end: how the run ended, ``None`` if it was killed or still runs.
-        damaged: lines that could not be read.
+        problems: lines that could not be read, each with its number and what is wrong with it.
 
     Example:
         >>> header = RunHeader(0, "0.2.0", "Trainer", "hetero_ddp", "perf_model", (), 8)
@@ -42,10 +42,10 @@ class RunRecord:
     gains: tuple[GainRecord, ...] = ()
     stragglers: tuple[StragglerRecord, ...] = ()
     end: EndRecord | None = None
-    damaged: int = 0
+    problems: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, records: Iterable[Record], damaged: int = 0) -> "RunRecord":
+    def of(cls, records: Iterable[Record], problems: Sequence[str] = ()) -> "RunRecord":
         """Sort records by kind; of several runs in one file, the last one counts.
 
         Raises:
@@ -64,33 +64,57 @@ class RunRecord:
             tuple(one for one in rest if isinstance(one, GainRecord)),
             tuple(one for one in rest if isinstance(one, StragglerRecord)),
             ends[-1] if ends else None,
-            damaged,
+            tuple(problems),
         )
 
     @classmethod
     def from_lines(cls, lines: Iterable[str]) -> "RunRecord":
-        """Read lines; damaged ones, such as one that was cut when a disk was full, are counted and left out.
+        """Read the last run in some lines; damaged ones, such as one cut by a full disk, are noted and left out.
+
+        A run begins with its header, whether that can be read or not: what follows a damaged header belongs to no other
+        run.
 
         Raises:
-            RecordError: if no header can be read, or its schema is a newer one.
+            RecordError: if the header of the last run cannot be read, or its schema is a newer one.
         """
+        newest: list[tuple[int, str]] = []
+        runs = 0
+        for number, line in enumerate(lines, 1):
+            if begins_run(line):
+                runs, newest = runs + 1, []
+            if line.strip() and (runs or not newest):  # of a file without a run, the first line says what it is
+                newest.append((number, line))
         records: list[Record] = []
-        damaged = 0
-        for line in lines:
-            if not line.strip():
-                continue
+        problems: list[str] = []
+        workers = 0
+        for number, line in newest:
             try:
-                record = from_line(line)
-            except RecordError:
+                record = from_line(line, workers)
+            except RecordError as error:
                 if not records:
-                    raise
-                damaged += 1
+                    cure = f" Without the lines from {number} on, the run before can be read." if runs > 1 else ""
+                    of = ", the first of the newest run" if runs else ""
+                    raise RecordError(f"line {number}{of}: {error}{cure}") from None
+                problems.append(f"line {number}: {error}")
                 continue
             if record is not None:
                 records.append(record)
-        return cls.of(records, damaged)
+                workers = workers or _workers_of(record)
+        return cls.of(records, problems)
+
+    @property
+    def damaged(self) -> int:
+        """Number of lines that could not be read."""
+        return len(self.problems)
 
     @property
     def workers(self) -> int:
         """Number of workers."""
         return len(self.header.workers)
+
+
+def _workers_of(record: Record) -> int:
+    """Return the number of workers that a record tells, 0 if it tells none."""
+    if isinstance(record, RunHeader):
+        return len(record.workers)
+    return len(record.sizes) if isinstance(record, RoundRecord) else 0

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lightning_hetero.core.report.advice import advice
 from lightning_hetero.core.report.analysis import RunFigures
+from lightning_hetero.core.report.lost_time import straggler_spans
 from lightning_hetero.core.report.run_record import RunRecord
 
 __all__ = ["Summary", "summary_of"]
@@ -122,11 +123,11 @@ def _lines(figures: RunFigures) -> Iterator[str]:
     kept = [one.kept for one in run.rounds if one.kept]
     if kept:
         yield f"the split stays: {kept[-1]}"
-    ended = [one for one in run.stragglers if one.event == "end"]
-    if ended:
-        worst = max(ended, key=lambda one: one.lost)
-        who = "the link" if worst.rank < 0 else f"rank {worst.rank} ({worst.phase})"
-        yield f"{len(ended)} straggler{'s' * (len(ended) > 1)}, {figures.lost:.3g} s lost; most by {who}"
+    spans = straggler_spans(run)
+    if spans:
+        worst = max(spans, key=lambda one: one.total)
+        who = "the link" if worst.known.rank < 0 else f"rank {worst.known.rank} ({worst.known.phase})"
+        yield f"{len(spans)} straggler{'s' * (len(spans) > 1)}, {figures.lost:.3g} s lost; most by {who}"
     for text in advice(figures):
         yield f"next: {text}"
     yield from _ending(run)

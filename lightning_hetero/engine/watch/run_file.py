@@ -2,7 +2,10 @@
 
 import logging
 import os
+from collections.abc import Container
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lightning_hetero.core.report.json_lines import as_line
 from lightning_hetero.core.report.records import FILE_NAME, EndRecord, Record, RoundRecord, RunHeader
@@ -12,19 +15,25 @@ __all__ = ["RunFile"]
 
 log = logging.getLogger("lightning_hetero")
 
+REMAINS = 0.75
+"""Share of the budget that thinning leaves at most."""
+MEANS = ("step_time", "data", "forward", "backward", "optimizer", "sync", "link", "predicted", "even")
+"""Fields of a round of which a merged one has the mean."""
+
 
 class RunFile:
     """Records of one run, in memory and, once a folder is known, in a file.
 
-    When the lines exceed their budget, every other sync round is dropped, the first and the last excepted. Changes,
-    gains and stragglers stay until they alone exceed it.
+    When the lines exceed their budget, every other sync round is merged into the next one of the same split, the first
+    and the last excepted. Changes, gains and stragglers stay until they alone exceed it, and so do the last rounds of
+    each split.
 
     Args:
         max_bytes: budget of the lines.
 
     Attributes:
         path: the file, ``None`` before :meth:`open` and after an error.
-        dropped: sync rounds that were dropped.
+        dropped: lines that were merged into others or dropped.
     """
 
     def __init__(self, max_bytes: int = 4_000_000) -> None:
@@ -78,16 +87,25 @@ class RunFile:
             self._give_up(error)
 
     def _thin(self) -> None:
-        """Drop every other round, and of all else the older half if that is not enough; rewrite the file."""
-        rounds = [i for i, one in enumerate(self._records) if isinstance(one, RoundRecord)]
-        drop = set(rounds[1:-1:2])
-        if sum(size for i, size in enumerate(self._sizes) if i not in drop) > 0.75 * self.max_bytes:
+        """Merge every other round into the next one, and drop the older half of all else if that is not enough."""
+        rounds = {i: one for i, one in enumerate(self._records) if isinstance(one, RoundRecord)}
+        order = list(rounds)
+        pairs = dict(zip(order[1:-1:2], order[2::2], strict=False))
+        within = {i: j for i, j in pairs.items() if _same_split(rounds[i], rounds[j])}
+        merged = within if self._size_without(within) <= REMAINS * self.max_bytes else pairs
+        drop = set(merged)
+        if self._size_without(drop) > REMAINS * self.max_bytes:
             rest = [i for i, one in enumerate(self._records) if not isinstance(one, RoundRecord | RunHeader)]
             drop |= set(rest[: len(rest) // 2])
-        self.dropped += sum(i in drop for i in rounds)
+        self.dropped += len(drop)
+        for i, following in merged.items():
+            self._records[following] = _merged(rounds[i], rounds[following])
         self._records = [one for i, one in enumerate(self._records) if i not in drop]
-        self._sizes = [size for i, size in enumerate(self._sizes) if i not in drop]
+        self._sizes = [len(as_line(one)) for one in self._records]
         self._rewrite()
+
+    def _size_without(self, drop: Container[int]) -> int:
+        return sum(size for i, size in enumerate(self._sizes) if i not in drop)
 
     def _rewrite(self) -> None:
         """Replace the file in one step, so that it can be read at any moment."""
@@ -112,6 +130,30 @@ class RunFile:
             error,
         )
         self.path = None
+
+
+def _same_split(one: RoundRecord, other: RoundRecord) -> bool:
+    return (one.sizes, one.accumulation) == (other.sizes, other.accumulation)
+
+
+def _merged(one: RoundRecord, following: RoundRecord) -> RoundRecord:
+    """Return a round for the steps of two; its times are their means over steps, those of the second at a new split."""
+    counts = one.count, following.count
+    whole = replace(following, count=sum(counts))
+    if not _same_split(one, following):
+        return whole
+    means = {name: _mean((getattr(one, name), getattr(following, name)), counts) for name in MEANS}
+    return replace(whole, timed=one.timed + following.timed, **means)
+
+
+def _mean(values: tuple[Any, Any], counts: tuple[int, int]) -> Any:
+    """Return the mean over steps, by worker where there is a value for each; one that is not known does not count."""
+    if all(isinstance(value, tuple) and value for value in values):
+        return tuple(_mean(pair, counts) for pair in zip(*values, strict=True))
+    known = [value for value in values if value != () and value == value]
+    if len(known) < 2 or not sum(counts):
+        return known[-1] if known else values[-1]
+    return (values[0] * counts[0] + values[1] * counts[1]) / sum(counts)
 
 
 def _end_line(path: Path) -> int:

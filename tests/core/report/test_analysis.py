@@ -73,6 +73,20 @@ def test_bounds_count_for_the_optimum():
     assert [one.max_local for one in figures.workers] == [18, 100]
 
 
+def test_the_fewest_samples_of_a_worker_count_for_the_optimum():
+    one = a_round(np.random.default_rng(0), (16, 16), nodes=NODES)
+    least = header(2)
+    least = replace(least, workers=tuple(replace(worker, min_local=16) for worker in least.workers))
+    assert RunFigures(RunRecord.of([least, one])).optimum == pytest.approx(one.step_time)
+
+
+def test_a_run_that_began_with_other_sizes_has_no_time_before():
+    generator = np.random.default_rng(0)
+    rounds = [a_round(generator, sizes, nodes=NODES) for sizes in ((20, 12), (16, 16))]
+    assert math.isnan(RunFigures(RunRecord.of([header(2), *rounds])).step_time_before)
+    assert RunFigures(RunRecord.of([header(2), *rounds[::-1]])).step_time_before == rounds[1].step_time
+
+
 def limits(sizes=(16, 16), nodes=NODES, **more):
     return RunFigures(RunRecord.of([header(2), a_round(np.random.default_rng(0), sizes, nodes=nodes, **more)]))
 
@@ -84,6 +98,24 @@ def test_what_limits_the_step_is_named():
     assert limits(link=0.2).limited_by == "the link (67% of the step)"
     assert limits((20, 10)).limited_by == "computing, balanced over all workers"
     assert limits((20, 10), data=(0.06, 0.06)).limited_by == "loading, balanced over all workers"
+
+
+@pytest.mark.parametrize(("slower", "says"), [(1.08, "computing, balanced over all workers"), (1.12, "rank 1's")])
+def test_workers_within_the_noise_of_their_times_are_balanced(slower, says):
+    """Three standard errors of nine steps with 10 % of jitter are 10 % of the time."""
+    record = a_round(np.random.default_rng(0), (16, 16), nodes=[NODES[0]] * 2)
+    later = {name: getattr(record, name)[0] * np.array([1.0, slower]) for name in PHASES}
+    changed = {**{name: tuple(map(float, seconds)) for name, seconds in later.items()}, "timed": 9}
+    one = replace(record, jitter=(0.01, 0.1), **changed)
+    assert RunFigures(RunRecord.of([header(2), one])).limited_by.startswith(says)
+    steady = replace(one, jitter=(0.001, 0.001))
+    assert RunFigures(RunRecord.of([header(2), steady])).limited_by.startswith("rank 1's")
+
+
+def test_without_known_workers_the_optimum_has_the_usual_bounds():
+    one = a_round(np.random.default_rng(0), (20, 12), nodes=NODES)
+    known, unknown = (RunFigures(RunRecord.of([header(workers), one])) for workers in (2, 0))
+    assert unknown.optimum == known.optimum > 0
 
 
 def test_several_last_workers_are_no_single_one():
@@ -110,6 +142,7 @@ def test_accumulation_counts_in_times_and_rates():
     four = limits(accumulation=4)
     assert four.workers[1].compute == pytest.approx(4 * one.workers[1].compute)
     assert four.rate == pytest.approx(4 * 32 / four.step_time)
+    assert [one.rate for one in four.workers] == pytest.approx([4 * 16 / four.step_time] * 2)
     assert four.workers[0].idle == pytest.approx(1 - four.workers[0].compute / four.step_time)
 
 
@@ -119,6 +152,20 @@ def test_even_sizes_are_their_own_measure():
     assert even_of(replace(record, sizes=(17, 15))) == 99.0
     assert even_of(replace(record, sizes=(16, 17))) == record.step_time
     assert is_even((16, 17)) != is_even((16, 18))
+
+
+def test_ratios_are_over_the_rounds_in_which_both_are_known():
+    """Of three rounds, the slowest has no prediction of even sizes, and another no link."""
+    one = a_round(np.random.default_rng(0), (20, 12), nodes=NODES, even=0.3)
+    rounds = (
+        replace(one, step_time=0.9, even=math.nan, link=0.09, count=7),
+        replace(one, step_time=0.1, link=math.nan, count=20),
+        replace(one, step_time=0.2, link=0.04, count=10),
+    )
+    figures = RunFigures(RunRecord.of([header(2), *rounds]))
+    assert figures.step_time == pytest.approx((7 * 0.9 + 20 * 0.1 + 10 * 0.2) / 37)
+    assert figures.speed_up == figures.speed_up_of_run == pytest.approx(30 * 0.3 / (20 * 0.1 + 10 * 0.2))
+    assert figures.link_share == pytest.approx((7 * 0.09 + 10 * 0.04) / (7 * 0.9 + 10 * 0.2))
 
 
 @pytest.mark.parametrize("records", [[], [EndRecord(1.0, 0, 0, 0)]])

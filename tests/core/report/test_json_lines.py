@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import re
 from dataclasses import fields
 
 import pytest
@@ -15,7 +16,6 @@ from lightning_hetero.core.report.records import (
     ChangeRecord,
     EndRecord,
     RoundRecord,
-    StragglerRecord,
 )
 from tests.recorded import a_run, header
 
@@ -47,14 +47,16 @@ def test_a_whole_run_is_read_as_it_was_written():
         check_round_trip(record)
 
 
-numbers = st.floats(allow_infinity=False)
+unknown = st.just(math.nan)
+seconds = st.floats(0, 1e9) | unknown
+row = st.lists(st.floats(-1e100, 1e100) | unknown, min_size=9, max_size=11).map(tuple)
 
 
 @given(
-    st.lists(numbers, max_size=4).map(tuple),
+    st.just(()) | st.tuples(seconds, seconds),
     st.text(max_size=20),
-    numbers,
-    st.lists(st.lists(st.lists(numbers, max_size=3).map(tuple), max_size=2).map(tuple), max_size=2).map(tuple),
+    seconds,
+    st.lists(st.tuples(row, row), max_size=2).map(tuple),
 )
 def test_any_values_survive(seconds, text, number, sample):
     check_round_trip(
@@ -71,6 +73,11 @@ def test_defaults_take_no_room():
     assert set(json.loads(as_line(RoundRecord(1.0, 0, 1, 2, 3, (1, 2))))) == {
         *("kind", "time", "epoch", "step", "count", "timed", "sizes")
     }
+
+
+def test_times_have_milliseconds_and_other_numbers_six_digits():
+    line = json.loads(as_line(ChangeRecord(123456.78949, 0, 1, (1,), "why", 0.123456789)))
+    assert (line["time"], line["predicted"]) == (123456.789, 0.123457)
 
 
 def test_a_header_always_tells_its_version():
@@ -98,6 +105,12 @@ def test_unknown_kinds_and_fields_are_ignored():
         ('{"kind":"change","time":1,"epoch":0,"step":1,"sizes":[1.5],"reason":"x"}', "no integer"),
         ('{"kind":"change","time":1,"epoch":0,"step":1,"sizes":7,"reason":"x"}', "damaged"),
         ('{"kind":"change","time":1,"epoch":0,"step":1,"sizes":[1],"reason":3}', "no text"),
+        ('{"kind":"gain","time":null,"epoch":0,"step":1,"before":1,"after":1}', "time: is null"),
+        ('{"kind":"gain","time":1,"epoch":0,"step":1,"before":1}', "after: is missing"),
+        ('{"kind":"gain","time":1,"epoch":0,"step":1,"before":1,"after":NaN}', "NaN is no number of JSON"),
+        ('{"kind":"gain","time":1,"epoch":0,"step":1,"before":1,"after":1e999}', "after: inf is above"),
+        ('{"kind":"round","time":1,"epoch":0,"step":1,"count":0,"timed":2,"sizes":[1]}', "count: 0 steps, of which 2"),
+        ('{"kind":"round","time":1,"epoch":0,"step":1,"count":1,"timed":1,"sizes":[0,0]}', "sizes: has no positive"),
         ('{"kind":"run","version":0}', "an integer >= 1"),
         ('{"kind":"run","version":true}', "an integer >= 1"),
         ('{"kind":"run"}', "an integer >= 1"),
@@ -116,10 +129,59 @@ def test_no_text_raises_anything_else(text):
         from_line(text)
 
 
-@given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=3), lambda x: st.lists(x, max_size=3)))
-def test_no_value_of_a_field_raises_anything_else(value):
-    line = json.loads(as_line(StragglerRecord(1.0, "begin", 1, "data", 0, 1, 0.1, 0.2)))
-    for name in line:
-        if name != "kind":
-            with contextlib.suppress(RecordError):
-                from_line(json.dumps(line | {name: value}))
+FOREIGN = (None, True, -1, -0.5, 1e308, 10**400, math.inf, "x", [], [1], [[1]], [None], {}, {"a": 1}, [[[1.0]]])
+
+
+def mutated(run):
+    """Each line of a run with another value in one of its fields, or in the first value of a list."""
+    for record in (run.header, *run.rounds[-1:], *run.changes, *run.gains, *run.stragglers, run.end):
+        line = json.loads(as_line(record))
+        for name, value in line.items():
+            if name not in ("kind", "version"):
+                yield from ((name, line | {name: other}) for other in FOREIGN)
+                if isinstance(value, list):
+                    yield from ((name, line | {name: [other, *value[1:]]}) for other in FOREIGN)
+                    yield name, line | {name: [*value, *value]}
+
+
+def test_a_value_of_another_type_or_range_is_an_error_that_names_its_field():
+    run, errors = a_run(settings={"policy": "pid"}, command=("a.py",), versions={"torch": "2"}), 0
+    for name, line in mutated(run):
+        read, error = read_or_error(json.dumps(line).replace("Infinity", "1e999"), run.workers)
+        if read is None:
+            assert re.match(rf"damaged '{line['kind']}': {name}\b", error), error
+            errors += 1
+            continue
+        for one in (number for field in fields(read) for number in flat(getattr(read, field.name))):
+            assert math.isnan(one) or -1 <= one <= 1e100, (name, line[name])
+    assert errors > 700
+
+
+def read_or_error(line, workers):
+    try:
+        return from_line(line, workers), ""
+    except RecordError as error:
+        return None, str(error)
+
+
+def flat(value):
+    """All numbers in a value."""
+    if isinstance(value, tuple):
+        return [number for one in value for number in flat(one)]
+    return [value] if isinstance(value, int | float) else []
+
+
+def test_a_list_has_one_value_per_worker():
+    line = json.loads(as_line(RoundRecord(1.0, 0, 1, 2, 2, (1, 2), data=(0.1, 0.2), nodes=((1.0,) * 4,) * 2)))
+    assert from_line(json.dumps(line), 2).data == from_line(json.dumps(line)).data == (0.1, 0.2)
+    for name, value, says in (
+        ("sizes", [1], "sizes: has 1 values, and the run has 2 workers"),
+        ("data", [0.1] * 3, "data: has 3 values"),
+        ("nodes", [[1.0] * 4], "nodes: has 1 values"),
+        ("nodes", [[1.0] * 3] * 2, r"nodes\[0\]: has 3 values; 4 are needed"),
+        ("sample", [[[1.0] * 9]], r"sample\[0\]: has 1 values, and the run has 2 workers"),
+        ("sample", [[[1.0] * 8] * 2], r"sample\[0\]\[0\]: has 8 values; at least 9"),
+    ):
+        with pytest.raises(RecordError, match=says):
+            from_line(json.dumps(line | {name: value}), 2)
+    assert from_line(json.dumps(line | {"data": [], "sample": []}), 2).data == ()

@@ -62,6 +62,37 @@ def test_a_newer_schema_is_an_error_and_no_damage():
         RunRecord.from_lines([as_line(header()).replace('"version":1', '"version":2')])
 
 
+A_ROUND = as_line(RoundRecord(9.0, 0, 9, 1, 1, (1, 1)))
+UNREADABLE = {
+    "newer": as_line(header(2)).replace('"version":1', '"version":2'),
+    "damaged": as_line(header(2)).replace('"policy":"perf_model"', '"policy":5'),
+    "cut": as_line(header(2))[:60],
+    "behind a line that was cut": A_ROUND[:30] + as_line(header(2)),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_header_that_cannot_be_read_ends_the_run_before_it(name):
+    """Its rounds are those of no other run; the error names the line, and how to read the run before."""
+    first = [*lines(a_run()), UNREADABLE[name], A_ROUND]
+    with pytest.raises(RecordError, match=r"line 12, the first of the newest run: .* the lines from 12 on") as error:
+        RunRecord.from_lines(first)
+    assert ("Update lightning-hetero" in str(error.value)) == (name == "newer")
+    assert RunRecord.from_lines(first[:11]).end is not None
+    read = RunRecord.from_lines([*first, as_line(header(4)), "{"])
+    assert (read.workers, read.rounds, read.problems[0][:7], len(read.problems)) == (4, (), "line 15", 1)
+
+
+def test_a_record_may_begin_with_the_rest_of_another_one():
+    assert len(RunRecord.from_lines(["{", A_ROUND, *lines(a_run())]).rounds) == 5
+
+
+def test_words_of_a_line_are_no_header():
+    other = '{"kind":"of a later version","inner":{"kind":"run"}}'
+    text = as_line(RoundRecord(9.0, 0, 9, 1, 1, (1, 1, 1), kept='"kind":"run"'))
+    assert len(RunRecord.from_lines([*lines(a_run()), other, text]).rounds) == 6
+
+
 def test_rounds_keep_their_order():
     rounds = [RoundRecord(float(i), 0, i, 1, 1, (1, 1)) for i in (1, 2, 3)]
     assert RunRecord.of([header(2), *rounds]).rounds == tuple(rounds)

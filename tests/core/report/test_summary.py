@@ -39,6 +39,25 @@ def test_the_lines_say_what_was_decided_and_why():
     assert re.search(r"newest measured change: step [\d.]+ -> [\d.]+ ms at epoch 0 step 20", text)
 
 
+def test_the_line_on_steps_has_the_figures():
+    run = a_run()
+    figures = RunFigures(run)
+    (line,) = [one for one in summary_of(run).lines if one.startswith("step:")]
+    found = [float(number) for number in re.findall(r"[\d.]+", line)]
+    wanted = figures.step_time_before, figures.step_time, figures.predicted, 0.1 * figures.share_of_optimum
+    assert found == pytest.approx([1e3 * one for one in wanted], rel=2e-3)
+    (line,) = [one for one in summary_of(replace(run, rounds=run.rounds[:2])).lines if one.startswith("step:")]
+    assert "at first" not in line, "the split has not changed"
+    assert line.startswith(f"step: {1e3 * figures.step_time_before:.4g} ms (predicted ")
+
+
+@pytest.mark.parametrize(("rank", "who"), [(0, "rank 0 (data)"), (-1, "the link")])
+def test_the_worst_straggler_is_named(rank, who):
+    run = a_run()
+    lines = tuple(replace(one, rank=rank) for one in run.stragglers)
+    assert f"1 straggler, 0.1 s lost; most by {who}" in summary_of(replace(run, stragglers=lines)).lines
+
+
 def test_a_run_that_failed_says_so():
     run = a_run()
     failed = replace(run, end=EndRecord(1.0, 0, 3, 3, "RuntimeError: boom"))

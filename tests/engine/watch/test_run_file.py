@@ -1,9 +1,12 @@
 """The file of a record: complete, bounded, readable at any moment, and no danger to the run."""
 
 import errno
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from lightning_hetero.core.report.analysis import RunFigures
 from lightning_hetero.core.report.json_lines import as_line
 from lightning_hetero.core.report.records import FILE_NAME as NAME
 from lightning_hetero.core.report.records import ChangeRecord, EndRecord, RoundRecord
@@ -87,6 +90,54 @@ def test_its_size_is_bounded_and_its_ends_stay(tmp_path, earlier):
     if earlier:
         assert (tmp_path / NAME).read_text().count('"kind":"run"') == 2
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+@pytest.mark.parametrize("max_bytes", [30_000, 100_000])
+def test_figures_of_a_thinned_run_are_those_of_the_whole(max_bytes):
+    """Step times that vary, bursts among them, rounds of different lengths, and some that have timed nothing."""
+    whole, thinned, random = RunFile(10**9), RunFile(max_bytes), np.random.default_rng(0)
+    for file in (whole, thinned):
+        file.write(header(2))
+    steps = 0
+    for i in range(2000):
+        count, step_time = int(random.integers(1, 60)), float(random.lognormal(-2, 0.3)) * (10 if i % 50 == 7 else 1)
+        steps += count
+        sizes = ((8, 8), (12, 4), (8, 8), (11, 5))[i // 500]
+        busy = dict.fromkeys(("data", "forward", "backward", "optimizer"), (step_time / 5, step_time / 6))
+        timed = {"step_time": step_time, "even": 1.5 * step_time, "link": step_time / 9, **busy} if i % 7 else {}
+        for file in (whole, thinned):
+            file.write(RoundRecord(float(i), 0, steps - 1, count, 8 if timed else 0, sizes, **timed))
+    a, b = RunFigures(whole.run), RunFigures(thinned.run)
+    assert len(b.run.rounds) < len(a.run.rounds) / 4
+    assert len(b.run.rounds) + thinned.dropped == 2000
+    assert sum(one.count for one in b.run.rounds) == steps
+    assert {(one.step, one.sizes) for one in b.run.rounds} <= {(one.step, one.sizes) for one in a.run.rounds}
+    for split in ((8, 8), (12, 4), (11, 5)):
+        assert sum(one.count for one in b.run.rounds if one.sizes == split) == sum(
+            one.count for one in a.run.rounds if one.sizes == split
+        )
+    for name in ("speed_up", "speed_up_of_run", "step_time", "even", "rate", "idle", "link_share", "share_of_solo"):
+        assert getattr(b, name) == pytest.approx(getattr(a, name), rel=0.03), name
+    steady = [replace(one, step_time=0.1) for one in a.run.rounds]
+    assert RunFigures(replace(a.run, rounds=tuple(steady))).step_time != pytest.approx(a.step_time, rel=0.03)
+
+
+def test_lines_that_are_dropped_are_counted(tmp_path):
+    file = RunFile(max_bytes=4000)
+    file.write(header(2))
+    for i in range(1000):
+        file.write(ChangeRecord(float(i), 0, i, (8, 8), "why"))
+    assert len(file.run.changes) + file.dropped == 1000
+
+
+def test_rounds_that_all_have_another_split_keep_their_steps():
+    file = RunFile(max_bytes=4000)
+    file.write(header(2))
+    for i in range(500):
+        file.write(RoundRecord(float(i), 0, i, 1, 1, (8 + i % 2, 8), step_time=1.0))
+    assert sum(one.count for one in file.run.rounds) == 500
+    assert len(file.run.rounds) < 100
+    assert {one.step_time for one in file.run.rounds} == {1.0}
 
 
 def test_changes_outlive_rounds(tmp_path):
