@@ -89,18 +89,19 @@ def test_a_trainer_records_the_run_and_says_what_was_gained(tmp_path):
 def _without(rank, folder, report, everywhere=True):
     report = f"{report}-{rank}" if isinstance(report, str) else report
     said, logger = collected(), CSVLogger(folder) if everywhere or rank == 0 else False
-    fit(rank, {"replan": 4, "report": report}, 2, 4, dataset=Points(80), logger=logger, log_every_n_steps=1)
-    return said
+    ran = fit(rank, {"replan": 4, "report": report}, 2, 4, dataset=Points(80), logger=logger, log_every_n_steps=1)
+    return said, ran["metrics"]
 
 
 @pytest.mark.parametrize("where", ["off", "mine", "no logger", "logger on rank 0"])
 def test_where_the_record_is_written(tmp_path, where):
     if where == "off":
-        said, _ = run_ranks(_without, 2, str(tmp_path), False)
+        (said, metrics), _ = run_ranks(_without, 2, str(tmp_path), False)
         assert not list(tmp_path.rglob("hetero_run.jsonl"))
         assert not [line for line in said if "idle; limited by" in line]
+        assert {"hetero/speed_up", "hetero/idle_fraction", "hetero/straggler"} <= set(metrics)
     elif where == "mine":
-        said, _ = run_ranks(_without, 2, str(tmp_path / "logs"), str(tmp_path / "mine"))
+        (said, _), _ = run_ranks(_without, 2, str(tmp_path / "logs"), str(tmp_path / "mine"))
         assert read(tmp_path / "mine-0").end is not None
         assert [line for line in said if "idle; limited by" in line]
     elif where == "logger on rank 0":

@@ -20,6 +20,7 @@ from lightning_hetero.core.stragglers.detector import LINK, Straggler, Straggler
 from lightning_hetero.engine.watch.gains import GainMeter
 from lightning_hetero.engine.watch.memory import MemoryUse
 from lightning_hetero.engine.watch.recorder import Recorder
+from lightning_hetero.engine.watch.time_budget import TimeBudget
 from lightning_hetero.engine.watch.time_model import KnownTimes, TimeModelWatch
 from lightning_hetero.engine.watch.wording import describe_straggler
 
@@ -35,7 +36,7 @@ class RunWatch:
         rank: this rank; only rank 0 records and logs.
         world_size: number of ranks.
         device: device of this rank.
-        records: whether the run is recorded and summarised.
+        records: whether runs are recorded and summarised; metrics do not depend on it.
 
     Attributes:
         detector: stragglers, the same on all ranks.
@@ -48,7 +49,8 @@ class RunWatch:
     def __init__(self, rank: int, world_size: int, device: torch.device, *, records: bool = True) -> None:
         self.speaks = rank == 0 and world_size > 1
         self.detector, self.memory = StragglerDetector(world_size), MemoryUse(device)
-        self.recorder = Recorder(world_size) if records and rank == 0 and world_size > 1 else None
+        self._budget = TimeBudget()
+        self.recorder = Recorder(world_size, self._budget) if records and self.speaks else None
         self.speed_up = math.nan
         self.devices: Sequence[str] = ()
         self._times, self._known = TimeModelWatch(), KnownTimes(math.nan, {})
@@ -58,9 +60,11 @@ class RunWatch:
     # at the begin
 
     def describe(self, header: RunHeader, folder: Path | None) -> None:
-        """Begin the record of a run, in the file of a folder if there is one."""
+        """Begin a run, and its record in the file of a folder, as far as there is one."""
         self.devices = [worker.device for worker in header.workers]
-        if self.recorder is not None:
+        if self.recorder is None:
+            self._budget.begin()
+        else:
             self.recorder.describe(header)
             self.recorder.open(folder)
 
@@ -79,7 +83,7 @@ class RunWatch:
     def even_step(
         self, planner: Planner | None, observations: StepObservations, running: BatchPlan | None, context: PlanContext
     ) -> float:
-        """Return the predicted seconds of a step of equal sizes, on rank 0; NaN if unknown.
+        """Return the predicted seconds of a step of equal sizes, on rank 0; NaN if unknown, or for want of time.
 
         Args:
             planner: planner that has seen the observations.
@@ -87,13 +91,13 @@ class RunWatch:
             running: plan under which the newest steps ran.
             context: conditions of the run.
         """
-        if self.recorder is None or running is None or not observations.num_steps:
+        if not self.speaks or running is None or not observations.num_steps:
             return math.nan
         learn = partial(self._times.observe, planner, observations, running, context)
-        if not self.recorder.may:
+        if not self._budget.may:
             self._known, self._learn = KnownTimes(math.nan, {}), learn
             return math.nan
-        with self.recorder.working():
+        with self._budget.working():
             self._known, self._learn = learn(), None
         return self._known.even
 

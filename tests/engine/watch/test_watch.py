@@ -1,5 +1,6 @@
 """The watch over a run: the same metrics on all ranks, the record and the log on rank 0."""
 
+import itertools
 import math
 
 import numpy as np
@@ -11,6 +12,8 @@ from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import PlanContext
 from lightning_hetero.core.stragglers.detector import NOBODY
+from lightning_hetero.engine.watch import watch
+from lightning_hetero.engine.watch.time_budget import TimeBudget
 from lightning_hetero.engine.watch.watch import RunWatch
 from tests.recorded import header
 
@@ -121,11 +124,30 @@ def test_a_run_ends_once():
     assert run.watch.finish() is None
 
 
-def test_nothing_is_recorded_if_nobody_wants_it():
-    run = Run(records=False)
-    run.round(seen((0.1, 0.1, 0.2)))
+def test_without_a_record_there_are_the_same_metrics(monkeypatch, caplog):
+    monkeypatch.setattr(watch, "TimeBudget", lambda: TimeBudget(work=lambda: 0.0))
+    run, recorded = Run(records=False), Run()
+    for one in (run, recorded):
+        for _ in range(4):
+            one.round(seen((0.08, 0.08, 0.24)))
+            one.round(seen((0.12, 0.12, 0.15), UNEVEN), UNEVEN)
+    assert run.watch.metrics() == recorded.watch.metrics()
+    assert run.watch.metrics()["hetero/speed_up"] > 1.1
+    for times in ((0.1, 0.1, 0.1),) * 2 + ((0.1, 0.1, 0.2),) * 3:
+        run.round(seen(times))
+    assert "rank 2 (device 2) makes all others wait" in caplog.text
     assert run.watch.run is None
     assert run.watch.finish() is None
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_predictions_take_their_share_of_the_time_and_no_more(monkeypatch, records):
+    """Each takes 50 ms of work; in 10 s only one fits, and with one more the share is used up."""
+    work = itertools.count(0.0, 0.05)
+    monkeypatch.setattr(watch, "TimeBudget", lambda: TimeBudget(clock=lambda: 0.0, work=lambda: next(work)))
+    run = Run(records=records)
+    known = [run.watch.even_step(None, seen((0.08, 0.08, 0.24)), EVEN, CONTEXT) for _ in range(4)]
+    assert [math.isfinite(one) for one in known] == [True, False, False, False]
 
 
 def test_one_worker_is_not_watched():

@@ -18,7 +18,7 @@ def engine(**settings):
     """An engine of one rank that records as one of several."""
     call_device("")
     made = HeteroEngine(HeteroConfig(**settings), rank=0, world_size=1, device=torch.device("cpu"))
-    made.rounds.watch.recorder = Recorder(1)
+    made.rounds.watch.speaks, made.rounds.watch.recorder = True, Recorder(1)
     return made
 
 
