@@ -1,6 +1,7 @@
 """A run records itself under every front end, names its stragglers, and ends with a summary."""
 
 import csv
+import json
 import os
 import signal
 import time
@@ -32,6 +33,12 @@ def read(folder):
     (path,) = Path(folder).rglob("hetero_run.jsonl")
     with open(path, encoding="utf-8") as file:
         return RunRecord.from_lines(file)
+
+
+def lines(folder):
+    """Kind and fields of each line of the record in a folder."""
+    (path,) = Path(folder).rglob("hetero_run.jsonl")
+    return [(line["kind"], line) for line in map(json.loads, path.read_text(encoding="utf-8").splitlines())]
 
 
 # under the Trainer
@@ -93,6 +100,16 @@ def _without(rank, folder, report, everywhere=True):
     return said, ran["metrics"]
 
 
+def _fits_twice(rank, folder):
+    said = collected()
+    trainer = trainer_of(HeteroDDPStrategy(replan=4, report=folder), 2, max_epochs=1)
+    model, loader = Regressor(), DataLoader(Points(80), 4, shuffle=True)
+    trainer.fit(model, loader)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, loader)
+    return said, {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
 @pytest.mark.parametrize("where", ["off", "mine", "no logger", "logger on rank 0"])
 def test_where_the_record_is_written(tmp_path, where):
     if where == "off":
@@ -101,9 +118,16 @@ def test_where_the_record_is_written(tmp_path, where):
         assert not [line for line in said if "idle; limited by" in line]
         assert {"hetero/speed_up", "hetero/idle_fraction", "hetero/straggler"} <= set(metrics)
     elif where == "mine":
-        (said, _), _ = run_ranks(_without, 2, str(tmp_path / "logs"), str(tmp_path / "mine"))
-        assert read(tmp_path / "mine-0").end is not None
-        assert [line for line in said if "idle; limited by" in line]
+        (said, metrics), _ = run_ranks(_fits_twice, 2, str(tmp_path / "mine"))
+        assert len([line for line in said if "idle; limited by" in line]) == 2
+        assert "hetero/speed_up" in metrics
+        kinds = [kind for kind, _ in lines(tmp_path / "mine")]
+        assert (kinds.count("run"), kinds.count("end")) == (2, 2)
+        assert [one["steps"] for kind, one in lines(tmp_path / "mine") if kind == "end"] == [10, 10]
+        run = read(tmp_path / "mine")
+        assert run.end.epoch == 1
+        assert len(run.rounds) >= 2
+        assert sum(one.count for one in run.rounds) <= 10
     elif where == "logger on rank 0":
         run_ranks(_without, 2, str(tmp_path), True, False)
         (record,) = tmp_path.rglob("hetero_run.jsonl")
@@ -306,19 +330,24 @@ def _accelerate(rank, folder):
 
 def _transformers(rank, folder):
     said, args = collected(), arguments(16, None, hetero_replan=4, output_dir=folder)
-    trained(of(transformers.Trainer)(model=llama(), args=args, train_dataset=texts(320), data_collator=padded))
+    trainer = of(transformers.Trainer)(model=llama(), args=args, train_dataset=texts(320), data_collator=padded)
+    trained(trainer)
+    trainer.train()
     return said
 
 
 @pytest.mark.parametrize(
-    ("run", "front_end"), [(_fabric, "Fabric"), (_accelerate, "Accelerate"), (_transformers, "Transformers")]
+    ("run", "front_end", "runs"),
+    [(_fabric, "Fabric", 1), (_accelerate, "Accelerate", 1), (_transformers, "Transformers", 2)],
 )
-def test_every_front_end_records_the_run(tmp_path, run, front_end):
+def test_every_front_end_records_its_runs(tmp_path, run, front_end, runs):
     said, other = run_ranks(run, 2, str(tmp_path))
     record = read(tmp_path)
     assert record.header.front_end == front_end
     assert record.end.status == "finished"
     assert len(record.rounds) >= 3
     assert record.header.settings["replan"] == "4"
-    assert len([line for line in said if "idle; limited by" in line]) == 1
+    assert [kind for kind, _ in lines(tmp_path)].count("run") == runs
+    assert {one["steps"] for kind, one in lines(tmp_path) if kind == "end"} == {20}
+    assert len([line for line in said if "idle; limited by" in line]) == runs
     assert not [line for line in other if "idle; limited by" in line]

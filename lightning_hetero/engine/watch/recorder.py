@@ -47,6 +47,7 @@ class Recorder:
     Args:
         world_size: number of workers.
         budget: time that recording may take, by default one of its own.
+        counted: steps before its first round that an earlier run has counted.
 
     Attributes:
         file: the lines.
@@ -54,13 +55,13 @@ class Recorder:
         skipped: rounds that were left out to save time.
     """
 
-    def __init__(self, world_size: int, budget: TimeBudget | None = None) -> None:
+    def __init__(self, world_size: int, budget: TimeBudget | None = None, counted: int = 0) -> None:
         self.budget = TimeBudget() if budget is None else budget
         self.file = RunFile(4_000_000 + PER_WORKER * world_size)
         self.newest: RoundRecord | None = None
         self.skipped = 0
         self._late: Callable[[dict[str, Any]], None] | None = None  # writes the newest round, if it was left out
-        self._uncounted = 0  # steps of the rounds that were left out
+        self._uncounted = -counted  # steps of the rounds that were left out
 
     @property
     def time(self) -> float:

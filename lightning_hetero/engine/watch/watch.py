@@ -30,7 +30,7 @@ log = logging.getLogger("lightning_hetero")
 
 
 class RunWatch:
-    """Watch over a run.
+    """Watch over the runs of an engine, one after another.
 
     Args:
         rank: this rank; only rank 0 records and logs.
@@ -41,7 +41,7 @@ class RunWatch:
     Attributes:
         detector: stragglers, the same on all ranks.
         memory: most memory of each rank.
-        recorder: records of the run, ``None`` where nothing is recorded.
+        recorder: records of the run, or of the next one; ``None`` where nothing is recorded.
         speed_up: speed over equal sizes at the newest sync round, NaN if unknown; the same on all ranks.
         devices: names of the devices, for the log.
     """
@@ -56,11 +56,12 @@ class RunWatch:
         self._times, self._known = TimeModelWatch(), KnownTimes(math.nan, {})
         self._gains, self._steps, self._at = GainMeter(), 0, (0, 0)
         self._learn: Callable[[], KnownTimes] | None = None  # of the newest round, if there was no time for it
+        self._earlier = 0  # steps of earlier runs
 
     # at the begin
 
     def describe(self, header: RunHeader, folder: Path | None) -> None:
-        """Begin a run, and its record in the file of a folder, as far as there is one."""
+        """Begin a run, and its record in the file of a folder, as far as there is one; the file may have others."""
         self.devices = [worker.device for worker in header.workers]
         if self.recorder is None:
             self._budget.begin()
@@ -161,16 +162,31 @@ class RunWatch:
 
     # at the end
 
-    def finish(self, status: str = "finished") -> RunRecord | None:
-        """End the record; return it, once: ``None`` if there is none, or it has ended."""
-        recorder, self.recorder = self.recorder, None
-        if recorder is None or recorder.run is None:
+    def finish(
+        self, status: str = "finished", at: tuple[int, int] | None = None, steps: int | None = None
+    ) -> RunRecord | None:
+        """End the run; return its record, once: ``None`` if there is none. What is described next is another run.
+
+        Args:
+            status: ``"finished"``, or the error that ended it.
+            at: epoch and step that it reached; by default those of the newest sync round.
+            steps: synchronized steps so far, those of earlier runs included; by default up to the newest sync round.
+        """
+        stragglers = list(self.detector.active.values())
+        self.detector.active.clear()
+        at, steps = self._at if at is None else at, self._steps if steps is None else steps
+        earlier, self._earlier, learn, self._learn = self._earlier, steps, self._learn, None
+        recorder = self.recorder
+        if recorder is None:
             return None
-        for one in self.detector.active.values():
+        self.recorder = Recorder(self.detector.workers, self._budget, counted=steps - self._steps)
+        if recorder.run is None:
+            return None
+        for one in stragglers:
             one.end("run ended")
-            recorder.straggler(one, self._at)
-        known = KnownTimes(math.nan, {}) if self._learn is None else self._learn()
-        recorder.end(self._at, self._steps, status, self.memory.everyone, even=known.even, **known.model)
+            recorder.straggler(one, at)
+        known = KnownTimes(math.nan, {}) if learn is None else learn()
+        recorder.end(at, steps - earlier, status, self.memory.everyone, even=known.even, **known.model)
         return recorder.run
 
     @property

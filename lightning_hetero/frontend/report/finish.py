@@ -27,7 +27,8 @@ def finish_report(engine: HeteroEngine, error: BaseException | None = None) -> R
     """
     watch = engine.rounds.watch
     path = watch.path
-    run = watch.finish("finished" if error is None else f"{type(error).__name__}: {_first_line(error)}")
+    status = "finished" if error is None else f"{type(error).__name__}: {_first_line(error)}"
+    run = watch.finish(status, engine.position, engine.observer.synced_steps)
     if run is None or not run.rounds:
         return run
     summary = summary_of(run)

@@ -14,6 +14,8 @@ __all__ = ["SessionReport"]
 class SessionReport:
     """Record of one session, from its first sync round until it is closed, or the process ends.
 
+    A session that goes on after it has ended its record, as when a trainer trains twice, begins another one.
+
     Args:
         engine: engine of the session.
         front_end: what runs the loop.
@@ -35,5 +37,6 @@ class SessionReport:
 
     def end(self) -> None:
         """End the record, and log the summary."""
+        self._begun = False
         atexit.unregister(self.end)
         finish_report(self.engine)

@@ -1,6 +1,7 @@
 """The watch over a run: the same metrics on all ranks, the record and the log on rank 0."""
 
 import itertools
+import json
 import math
 
 import numpy as np
@@ -11,6 +12,7 @@ from lightning_hetero.comm.agreement.round_result import RoundResult
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import PlanContext
+from lightning_hetero.core.report.run_record import RunRecord
 from lightning_hetero.core.stragglers.detector import NOBODY
 from lightning_hetero.engine.watch import watch
 from lightning_hetero.engine.watch.time_budget import TimeBudget
@@ -122,6 +124,38 @@ def test_a_run_ends_once():
     assert (record.end.status, record.end.memory, record.end.steps) == ("RuntimeError: boom", (1.0, 2.0, 3.0), 24)
     assert record.stragglers[-1].relieved == "run ended"
     assert run.watch.finish() is None
+
+
+def test_a_run_ends_where_its_steps_end_and_the_next_one_is_a_run_of_its_own(tmp_path):
+    run = Run()
+    run.watch.describe(header(3), tmp_path)
+    for times in ((0.1, 0.1, 0.1),) * 2 + ((0.1, 0.1, 0.2),):
+        run.round(seen(times))
+    first = run.watch.finish("finished", (0, 29), 30)
+    assert (first.end.epoch, first.end.step, first.end.steps) == (0, 29, 30)
+    assert run.watch.run is run.watch.newest is run.watch.path is None
+    run.steps = 32  # of which 30 are those of the first run
+    run.watch.describe(header(3), tmp_path)
+    run.round(seen((0.1, 0.1, 0.2)))
+    second = run.watch.finish("finished", (1, 20), 50)
+    assert [(one.count, one.step) for one in second.rounds] == [(10, 40)]
+    assert [(one.event, one.relieved) for one in second.stragglers] == [("begin", ""), ("end", "run ended")]
+    assert (second.end.steps, second.end.dropped) == (20, 0)
+    lines = (tmp_path / "hetero_run.jsonl").read_text().splitlines()
+    kinds = [json.loads(line)["kind"] for line in lines]
+    assert kinds[kinds.index("end") + 1 :] == ["run", "straggler", "round", "straggler", "end"]
+    assert RunRecord.from_lines(lines).end.steps == 20
+
+
+def test_steps_of_a_run_without_a_record_are_not_those_of_the_next():
+    run = Run()
+    run.watch = RunWatch(0, 3, CPU)
+    run.round(seen((0.1, 0.1, 0.1)))
+    assert run.watch.finish("finished", (0, 9), 10) is None
+    run.watch.describe(header(3), None)
+    run.round(seen((0.1, 0.1, 0.1)))
+    record = run.watch.finish("finished", (1, 6), 16)
+    assert (record.end.steps, record.rounds[0].count) == (6, 6)
 
 
 def test_without_a_record_there_are_the_same_metrics(monkeypatch, caplog):

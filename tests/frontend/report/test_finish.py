@@ -15,15 +15,17 @@ class Watch:
     """A watch whose run has ended."""
 
     def __init__(self, run, path=None):
-        self.run, self.path, self.status = run, path, None
+        self.run, self.path, self.status, self.reached = run, path, None, None
 
-    def finish(self, status):
+    def finish(self, status, at, steps):
         run, self.run, self.status = self.run, None, status
+        self.reached = self.reached or (at, steps)
         return run
 
 
 def ended(run, caplog, error=None, path=None):
-    engine = SimpleNamespace(rounds=SimpleNamespace(watch=Watch(run, path)))
+    observer = SimpleNamespace(synced_steps=100)
+    engine = SimpleNamespace(rounds=SimpleNamespace(watch=Watch(run, path)), position=(3, 24), observer=observer)
     with caplog.at_level("INFO", logger="lightning_hetero"):
         finish_report(engine, error)
         finish_report(engine, error)
@@ -31,7 +33,8 @@ def ended(run, caplog, error=None, path=None):
 
 
 def test_the_summary_is_logged_once(caplog, tmp_path):
-    _, messages = ended(a_run(), caplog, path=tmp_path / "hetero_run.jsonl")
+    watch, messages = ended(a_run(), caplog, path=tmp_path / "hetero_run.jsonl")
+    assert watch.reached == ((3, 24), 100)
     (message,) = messages
     assert "x over even sizes" in message
     assert f"record: {tmp_path / 'hetero_run.jsonl'} (lightning-hetero report {tmp_path})" in message

@@ -23,3 +23,5 @@ def test_it_begins_once_and_ends_with_the_process_at_the_latest(monkeypatch, tmp
     assert made == [("begin", more), ("at exit", report.end)]
     report.end()
     assert made[2:] == [("not at exit", report.end), ("end", "engine")]
+    report.begin(None)
+    assert made[4:] == [("begin", more), ("at exit", report.end)], "a session that goes on begins another record"
