@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import lightning as L
@@ -297,11 +298,15 @@ def _fabric(rank, folder):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     model, optimizer = fabric.setup(model, optimizer)
     loader = fabric.setup_dataloaders(DataLoader(Points(160, dtype=torch.float32), 4, shuffle=True))
-    for x, y, _ in loader:
-        optimizer.zero_grad()
-        fabric.backward(torch.nn.functional.mse_loss(model(x), y))
-        optimizer.step()
-    fabric.strategy.teardown()
+    with suppress(ArithmeticError):
+        try:
+            for x, y, _ in loader:
+                optimizer.zero_grad()
+                fabric.backward(torch.nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+            raise ArithmeticError("boom")
+        finally:
+            fabric.strategy.teardown()
     return said
 
 
@@ -332,19 +337,34 @@ def _transformers(rank, folder):
     said, args = collected(), arguments(16, None, hetero_replan=4, output_dir=folder)
     trainer = of(transformers.Trainer)(model=llama(), args=args, train_dataset=texts(320), data_collator=padded)
     trained(trainer)
-    trainer.train()
+    with suppress(ArithmeticError):
+        trainer.add_callback(FailsAtTheEnd)
+        trainer.train()
     return said
 
 
+class FailsAtTheEnd(transformers.TrainerCallback):
+    """Raises when training ends, before Transformers cleans up."""
+
+    def on_train_end(self, *args, **kwargs):
+        raise ArithmeticError("boom")
+
+
 @pytest.mark.parametrize(
-    ("run", "front_end", "runs"),
-    [(_fabric, "Fabric", 1), (_accelerate, "Accelerate", 1), (_transformers, "Transformers", 2)],
+    ("run", "front_end", "statuses"),
+    [
+        (_fabric, "Fabric", ["ArithmeticError: boom"]),
+        (_accelerate, "Accelerate", ["finished"]),
+        (_transformers, "Transformers", ["finished", "ArithmeticError: boom"]),
+    ],
 )
-def test_every_front_end_records_its_runs(tmp_path, run, front_end, runs):
+def test_every_front_end_records_its_runs(tmp_path, run, front_end, statuses):
+    runs = len(statuses)
     said, other = run_ranks(run, 2, str(tmp_path))
     record = read(tmp_path)
     assert record.header.front_end == front_end
-    assert record.end.status == "finished"
+    ends = [one.get("status", "finished") for kind, one in lines(tmp_path) if kind == "end"]
+    assert ends == statuses
     assert len(record.rounds) >= 3
     assert record.header.settings["replan"] == "4"
     assert [kind for kind, _ in lines(tmp_path)].count("run") == runs

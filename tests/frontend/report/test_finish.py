@@ -7,7 +7,7 @@ import pytest
 
 from lightning_hetero.engine.watch.recorder import Recorder
 from lightning_hetero.frontend.report import finish
-from lightning_hetero.frontend.report.finish import finish_report
+from lightning_hetero.frontend.report.finish import finish_report, status_of
 from tests.recorded import a_run
 
 
@@ -43,6 +43,27 @@ def test_the_summary_is_logged_once(caplog, tmp_path):
 def test_an_error_is_named_by_its_first_line(caplog):
     watch, _ = ended(None, caplog, RuntimeError("boom\nand much more"))
     assert watch.status == "RuntimeError: boom"
+
+
+LOST = "rank 0 lost its connection to another rank, whose log may say why (RuntimeError: {})"
+PEER = "[../gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:23871"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (None, "finished"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (SystemExit(3), "SystemExit: 3"),
+        (RuntimeError(f"{PEER}\nRanks were waiting for others."), LOST.format(PEER)),
+        (
+            ConnectionResetError(104, "Connection reset by peer"),
+            "ConnectionResetError: [Errno 104] Connection reset by peer",
+        ),
+    ],
+)
+def test_the_status_says_no_more_than_is_known(error, status):
+    assert status_of(error) == status
 
 
 def test_a_run_without_rounds_says_nothing(caplog):
