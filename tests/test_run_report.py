@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 import transformers
+from lightning.fabric.loggers import CSVLogger as FabricLogger
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
@@ -137,6 +138,7 @@ def test_where_the_record_is_written(tmp_path, where):
         said = run_ranks(_quiet, 2)[0]
         (summary,) = [line for line in said if "idle; limited by" in line]
         assert "record:" not in summary
+        assert "no record was written, because the run has no folder: give report='folder', or the Trainer" in summary
 
 
 def _quiet(rank):
@@ -174,7 +176,9 @@ def test_what_was_recorded_before_a_failure_can_be_read(tmp_path, how):
     assert run.damaged == 0
     if how == "raise":
         assert run.end.status == "ArithmeticError: boom"
-    elif how == "kill 0":
+    elif how == "kill":
+        assert run.end.status.startswith("rank 0 lost its connection to another rank, whose log may say why (")
+    else:
         assert run.end is None
 
 
@@ -292,7 +296,8 @@ def test_injected_faults_are_named_with_their_phase_and_end(tmp_path):
 
 def _fabric(rank, folder):
     said = collected()
-    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=HeteroDDPFabric(replan=4, report=folder))
+    logger = FabricLogger(folder) if rank == 0 else None
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=HeteroDDPFabric(replan=4), loggers=logger)
     fabric.launch()
     model, optimizer = _module(), None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -304,9 +309,12 @@ def _fabric(rank, folder):
                 optimizer.zero_grad()
                 fabric.backward(torch.nn.functional.mse_loss(model(x), y))
                 optimizer.step()
+            fabric.log("loss", 1.0)
             raise ArithmeticError("boom")
         finally:
             fabric.strategy.teardown()
+    if rank == 0:
+        assert (Path(logger.log_dir) / "hetero_run.jsonl").exists()
     return said
 
 

@@ -51,6 +51,7 @@ class Recorder:
 
     Attributes:
         file: the lines.
+        folder: folder of the file, ``None`` for a run that has none.
         newest: newest round, ``None`` before the first.
         skipped: rounds that were left out to save time.
     """
@@ -58,6 +59,7 @@ class Recorder:
     def __init__(self, world_size: int, budget: TimeBudget | None = None, counted: int = 0) -> None:
         self.budget = TimeBudget() if budget is None else budget
         self.file = RunFile(4_000_000 + PER_WORKER * world_size)
+        self.folder: Path | None = None
         self.newest: RoundRecord | None = None
         self.skipped = 0
         self._late: Callable[[dict[str, Any]], None] | None = None  # writes the newest round, if it was left out
@@ -81,6 +83,7 @@ class Recorder:
 
     def open(self, folder: Path | None) -> None:
         """Write the file into a folder from now on."""
+        self.folder = folder
         if folder is not None:
             self.file.open(folder)
 

@@ -9,6 +9,7 @@ from typing import Any
 from lightning_hetero.core.report.run_record import RunRecord
 from lightning_hetero.core.report.summary import Summary, summary_of
 from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.frontend.report.folder import NO_FOLDER
 
 __all__ = ["finish_report", "status_of"]
 
@@ -29,12 +30,15 @@ def finish_report(engine: HeteroEngine, error: BaseException | None = None) -> R
         The record, ``None`` where there is none.
     """
     watch = engine.rounds.watch
-    path = watch.path
+    path, homeless = watch.path, watch.recorder is not None and watch.recorder.folder is None
     run = watch.finish(status_of(error), engine.position, engine.observer.synced_steps)
     if run is None or not run.rounds:
         return run
     summary = summary_of(run)
     where = "" if path is None else f"\nrecord: {path} (lightning-hetero report {path.parent})"
+    if homeless:
+        how = NO_FOLDER.get(run.header.front_end, "report='folder'")
+        where = f"\nno record was written, because the run has no folder: give {how}"
     log.info("%s%s", _rendered(summary), where)
     return run
 

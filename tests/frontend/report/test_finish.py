@@ -1,6 +1,7 @@
 """The summary is logged once, when the run ends, with rich's table on a terminal that shows one."""
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +15,9 @@ from tests.recorded import a_run
 class Watch:
     """A watch whose run has ended."""
 
-    def __init__(self, run, path=None):
+    def __init__(self, run, path, folder):
         self.run, self.path, self.status, self.reached = run, path, None, None
+        self.recorder = SimpleNamespace(folder=folder)
 
     def finish(self, status, at, steps):
         run, self.run, self.status = self.run, None, status
@@ -23,9 +25,11 @@ class Watch:
         return run
 
 
-def ended(run, caplog, error=None, path=None):
+def ended(run, caplog, error=None, path=None, folder=Path()):
     observer = SimpleNamespace(synced_steps=100)
-    engine = SimpleNamespace(rounds=SimpleNamespace(watch=Watch(run, path)), position=(3, 24), observer=observer)
+    engine = SimpleNamespace(
+        rounds=SimpleNamespace(watch=Watch(run, path, folder)), position=(3, 24), observer=observer
+    )
     with caplog.at_level("INFO", logger="lightning_hetero"):
         finish_report(engine, error)
         finish_report(engine, error)
@@ -71,6 +75,13 @@ def test_a_run_without_rounds_says_nothing(caplog):
     empty = type(run)(run.header)
     _, messages = ended(empty, caplog)
     assert messages == []
+
+
+def test_a_run_without_a_folder_says_how_to_get_one(caplog):
+    for folder in (None, Path("full disk")):
+        _, (*_, message) = ended(a_run(), caplog, folder=folder)
+        told = "no record was written, because the run has no folder: give report='folder', or the Trainer a logger"
+        assert (told in message) == (folder is None)
 
 
 @pytest.mark.parametrize("terminal", [True, False])
