@@ -13,7 +13,7 @@ SYSTEM: Any = sys
 
 
 class ProcessEnd:
-    """How a run ends that begins now: by an error that is being handled, or by one that has ended the process.
+    """End of a run that begins now: without an error, by one that is being handled, or by one that ends the process.
 
     Python keeps an uncaught exception in ``sys.last_value`` before functions of ``atexit`` run, whatever
     ``sys.excepthook`` is. It does not keep a ``SystemExit``, so ``sys.exit`` is replaced until :meth:`close`; one that
