@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from os import PathLike, fspath
 from typing import Any
 
 from lightning_hetero.core.batching.lr_scaling import check_lr_scaling
@@ -83,7 +84,7 @@ class HeteroConfig:
             without loading samples, and ``"auto"`` the same if ``weight_fn`` counts what the loss is a mean of and no
             other setting needs numbers of samples; ``None`` divides by number.
         report: record the run at its sync rounds in ``hetero_run.jsonl`` of the logger's directory, or of a folder
-            that is given by its name, and log a summary when training ends; ``False`` for neither.
+            that is given by its name or path, and log a summary when training ends; ``False`` for neither.
 
     Raises:
         TypeError: if a value has the wrong type.
@@ -120,7 +121,7 @@ class HeteroConfig:
     slice_fn: Callable[[Any, int, int], Any] | None = None
     concat_fn: Callable[[list[Any]], Any] | None = None
     cost_fn: Callable[..., Any] | str | None = "auto"
-    report: bool | str = True
+    report: bool | str | PathLike[str] = True
 
     def __post_init__(self) -> None:
         if self.policy is not None:
@@ -164,8 +165,10 @@ class HeteroConfig:
                 raise TypeError(f"{name}={getattr(self, name)!r} must be True or False.")
 
     def _check_data_and_report(self) -> None:
-        if not isinstance(self.report, bool | str) or self.report == "":
-            raise TypeError(f"report={self.report!r} must be True, False, or the name of a folder.")
+        report = fspath(self.report) if isinstance(self.report, PathLike) else self.report
+        if not isinstance(report, bool | str) or report == "":
+            raise TypeError(f"report={self.report!r} must be True, False, or the name or path of a folder.")
+        object.__setattr__(self, "report", report)
         check_choice("shard", self.shard, (None, "mine", "whole", "claim"))
         check_choice("batch_sampler", self.batch_sampler, ("per_rank", "global"))
 

@@ -1,15 +1,18 @@
 """A run records itself under every front end, names its stragglers, and ends with a summary."""
 
 import csv
+import json
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
 import transformers
+from lightning.fabric.loggers import CSVLogger as FabricLogger
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
@@ -32,6 +35,12 @@ def read(folder):
     (path,) = Path(folder).rglob("hetero_run.jsonl")
     with open(path, encoding="utf-8") as file:
         return RunRecord.from_lines(file)
+
+
+def lines(folder):
+    """Kind and fields of each line of the record in a folder."""
+    (path,) = Path(folder).rglob("hetero_run.jsonl")
+    return [(line["kind"], line) for line in map(json.loads, path.read_text(encoding="utf-8").splitlines())]
 
 
 # under the Trainer
@@ -89,20 +98,38 @@ def test_a_trainer_records_the_run_and_says_what_was_gained(tmp_path):
 def _without(rank, folder, report, everywhere=True):
     report = f"{report}-{rank}" if isinstance(report, str) else report
     said, logger = collected(), CSVLogger(folder) if everywhere or rank == 0 else False
-    fit(rank, {"replan": 4, "report": report}, 2, 4, dataset=Points(80), logger=logger, log_every_n_steps=1)
-    return said
+    ran = fit(rank, {"replan": 4, "report": report}, 2, 4, dataset=Points(80), logger=logger, log_every_n_steps=1)
+    return said, ran["metrics"]
+
+
+def _fits_twice(rank, folder):
+    said = collected()
+    trainer = trainer_of(HeteroDDPStrategy(replan=4, report=folder), 2, max_epochs=1)
+    model, loader = Regressor(), DataLoader(Points(80), 4, shuffle=True)
+    trainer.fit(model, loader)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, loader)
+    return said, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 @pytest.mark.parametrize("where", ["off", "mine", "no logger", "logger on rank 0"])
 def test_where_the_record_is_written(tmp_path, where):
     if where == "off":
-        said, _ = run_ranks(_without, 2, str(tmp_path), False)
+        (said, metrics), _ = run_ranks(_without, 2, str(tmp_path), False)
         assert not list(tmp_path.rglob("hetero_run.jsonl"))
         assert not [line for line in said if "idle; limited by" in line]
+        assert {"hetero/speed_up", "hetero/idle_fraction", "hetero/straggler"} <= set(metrics)
     elif where == "mine":
-        said, _ = run_ranks(_without, 2, str(tmp_path / "logs"), str(tmp_path / "mine"))
-        assert read(tmp_path / "mine-0").end is not None
-        assert [line for line in said if "idle; limited by" in line]
+        (said, metrics), _ = run_ranks(_fits_twice, 2, str(tmp_path / "mine"))
+        assert len([line for line in said if "idle; limited by" in line]) == 2
+        assert "hetero/speed_up" in metrics
+        kinds = [kind for kind, _ in lines(tmp_path / "mine")]
+        assert (kinds.count("run"), kinds.count("end")) == (2, 2)
+        assert [one["steps"] for kind, one in lines(tmp_path / "mine") if kind == "end"] == [10, 10]
+        run = read(tmp_path / "mine")
+        assert run.end.epoch == 1
+        assert len(run.rounds) >= 2
+        assert sum(one.count for one in run.rounds) <= 10
     elif where == "logger on rank 0":
         run_ranks(_without, 2, str(tmp_path), True, False)
         (record,) = tmp_path.rglob("hetero_run.jsonl")
@@ -111,6 +138,7 @@ def test_where_the_record_is_written(tmp_path, where):
         said = run_ranks(_quiet, 2)[0]
         (summary,) = [line for line in said if "idle; limited by" in line]
         assert "record:" not in summary
+        assert "no record was written, because the run has no folder: give report='folder', or the Trainer" in summary
 
 
 def _quiet(rank):
@@ -148,7 +176,9 @@ def test_what_was_recorded_before_a_failure_can_be_read(tmp_path, how):
     assert run.damaged == 0
     if how == "raise":
         assert run.end.status == "ArithmeticError: boom"
-    elif how == "kill 0":
+    elif how == "kill":
+        assert run.end.status.startswith("rank 0 lost its connection to another rank, whose log may say why (")
+    else:
         assert run.end is None
 
 
@@ -266,17 +296,25 @@ def test_injected_faults_are_named_with_their_phase_and_end(tmp_path):
 
 def _fabric(rank, folder):
     said = collected()
-    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=HeteroDDPFabric(replan=4, report=folder))
+    logger = FabricLogger(folder) if rank == 0 else None
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=HeteroDDPFabric(replan=4), loggers=logger)
     fabric.launch()
     model, optimizer = _module(), None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     model, optimizer = fabric.setup(model, optimizer)
     loader = fabric.setup_dataloaders(DataLoader(Points(160, dtype=torch.float32), 4, shuffle=True))
-    for x, y, _ in loader:
-        optimizer.zero_grad()
-        fabric.backward(torch.nn.functional.mse_loss(model(x), y))
-        optimizer.step()
-    fabric.strategy.teardown()
+    with suppress(ArithmeticError):
+        try:
+            for x, y, _ in loader:
+                optimizer.zero_grad()
+                fabric.backward(torch.nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+            fabric.log("loss", 1.0)
+            raise ArithmeticError("boom")
+        finally:
+            fabric.strategy.teardown()
+    if rank == 0:
+        assert (Path(logger.log_dir) / "hetero_run.jsonl").exists()
     return said
 
 
@@ -305,19 +343,39 @@ def _accelerate(rank, folder):
 
 def _transformers(rank, folder):
     said, args = collected(), arguments(16, None, hetero_replan=4, output_dir=folder)
-    trained(of(transformers.Trainer)(model=llama(), args=args, train_dataset=texts(320), data_collator=padded))
+    trainer = of(transformers.Trainer)(model=llama(), args=args, train_dataset=texts(320), data_collator=padded)
+    trained(trainer)
+    with suppress(ArithmeticError):
+        trainer.add_callback(FailsAtTheEnd)
+        trainer.train()
     return said
 
 
+class FailsAtTheEnd(transformers.TrainerCallback):
+    """Raises when training ends, before Transformers cleans up."""
+
+    def on_train_end(self, *args, **kwargs):
+        raise ArithmeticError("boom")
+
+
 @pytest.mark.parametrize(
-    ("run", "front_end"), [(_fabric, "Fabric"), (_accelerate, "Accelerate"), (_transformers, "Transformers")]
+    ("run", "front_end", "statuses"),
+    [
+        (_fabric, "Fabric", ["ArithmeticError: boom"]),
+        (_accelerate, "Accelerate", ["finished"]),
+        (_transformers, "Transformers", ["finished", "ArithmeticError: boom"]),
+    ],
 )
-def test_every_front_end_records_the_run(tmp_path, run, front_end):
+def test_every_front_end_records_its_runs(tmp_path, run, front_end, statuses):
+    runs = len(statuses)
     said, other = run_ranks(run, 2, str(tmp_path))
     record = read(tmp_path)
     assert record.header.front_end == front_end
-    assert record.end.status == "finished"
+    ends = [one.get("status", "finished") for kind, one in lines(tmp_path) if kind == "end"]
+    assert ends == statuses
     assert len(record.rounds) >= 3
     assert record.header.settings["replan"] == "4"
-    assert len([line for line in said if "idle; limited by" in line]) == 1
+    assert [kind for kind, _ in lines(tmp_path)].count("run") == runs
+    assert {one["steps"] for kind, one in lines(tmp_path) if kind == "end"} == {20}
+    assert len([line for line in said if "idle; limited by" in line]) == runs
     assert not [line for line in other if "idle; limited by" in line]

@@ -225,8 +225,10 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
         return prepared
 
     def free_memory(self, *objects: Any) -> Any:
-        """Free memory as ``Accelerator.free_memory`` does; the next training loader is split from scratch."""
+        """Free memory as ``Accelerator.free_memory`` does, and end the run; the next loader is split from scratch."""
         self._hetero_loader = None
+        if self.hetero_session is not None:
+            self.hetero_session.report.end()
         return super().free_memory(*objects)
 
     # one step

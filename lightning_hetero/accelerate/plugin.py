@@ -193,9 +193,21 @@ def check_accelerator(cls: type, given: Iterable[str]) -> None:
     parameters = inspect.signature(Accelerator.__init__).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return  # wrapped by other code, whose names are not known here
-    settings = "=..., ".join(name for name in given if name in NAMES)
-    hint = f"Give settings in the plugin: hetero_plugin=HeteroPlugin({settings}=...)." if settings else ""
-    check_names(cls.__name__, given, ["hetero_plugin", *list(parameters)[1:]], hint=hint)
+    allowed = ["hetero_plugin", *list(parameters)[1:]]
+    meant = {name: _setting_meant(name) for name in given if name not in allowed and not closest(name, allowed)}
+    settings = [setting for setting in meant.values() if setting]
+    misspelt = [setting for name, setting in meant.items() if setting not in (None, name)]
+    hint = f"Did you mean the setting {' and '.join(map(str, misspelt))}? " if misspelt else ""
+    if settings:
+        hint += (
+            f"Give settings in the plugin: hetero_plugin=HeteroPlugin({', '.join(f'{one}=...' for one in settings)})."
+        )
+    check_names(cls.__name__, given, allowed, hint=hint)
+
+
+def _setting_meant(name: str) -> str | None:
+    """Return the setting of this name or the nearest one, ``None`` if none is near."""
+    return next(iter(difflib.get_close_matches(name, NAMES, n=1)), None)
 
 
 def check_variables(environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Ends of batches and epochs under elastic averaging, and the metrics of a merge."""
+"""Ends of batches, epochs and runs under elastic averaging, and the metrics of a merge."""
 
 import logging
 from typing import Any, Protocol
@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from lightning_hetero.callbacks._lightning import Callback, LightningModule, Trainer, log_metrics
 from lightning_hetero.elastic import ElasticEngine, MergeRecord
 from lightning_hetero.elastic.merging.run_summary import summary_of_merges
+from lightning_hetero.frontend.report.finish import status_of
 
 __all__ = ["ElasticCallback", "merge_metrics"]
 
@@ -55,6 +56,8 @@ def _strategy(trainer: Trainer) -> ElasticStrategy:
 class ElasticCallback(Callback):
     """Callback that ``hetero_elastic`` puts before all others, which then see the merged model."""
 
+    _newest: MergeRecord | None = None  # of the newest summary
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
@@ -74,7 +77,18 @@ class ElasticCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log on rank 0 what each worker did, and the speed over equal shares."""
-        engine = _strategy(trainer).engine
+        self._summarize(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Log the same of the merges before an exception, and the exception."""
+        self._summarize(trainer, f"\nended early: {status_of(exception)}")
+
+    def _summarize(self, trainer: Trainer, ending: str = "") -> None:
+        """Log the summary, once for the same merges."""
+        engine: ElasticEngine | None = getattr(trainer.strategy, "engine", None)
+        if engine is None or trainer.world_size == 1 or not trainer.is_global_zero:
+            return
         summary = summary_of_merges(engine.merges, engine.batch_sizes)
-        if summary is not None and trainer.world_size > 1 and trainer.is_global_zero:
-            log.info("%s", summary.text())
+        if summary is not None and self._newest is not engine.merges[-1]:
+            self._newest = engine.merges[-1]
+            log.info("%s%s", summary.text(), ending)

@@ -1,12 +1,12 @@
 """Lightning's names that callbacks use, from whichever of its two packages is installed."""
 
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.frontend.report.folder import logger_folder as folder_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -83,8 +83,4 @@ def logger_folder(trainer: Trainer) -> Path | None:
 
     ``trainer.log_dir`` is a collective call, which hangs where only rank 0 was given a logger.
     """
-    if not trainer.is_global_zero or not trainer.loggers:
-        return None
-    logger = trainer.loggers[0]
-    folders = (getattr(logger, "log_dir", None), logger.save_dir)  # a dummy logger has any attribute, as a function
-    return next((Path(folder) for folder in folders if folder and isinstance(folder, str | PathLike)), None)
+    return folder_of(trainer.loggers) if trainer.is_global_zero else None

@@ -125,9 +125,9 @@ class PolicyCallback(Callback):
         self._begin_report(trainer)
 
     def _begin_report(self, trainer: Trainer) -> None:
-        """Begin the record of the run."""
+        """Begin the run, and its record if it has one."""
         engine = self._engine
-        if engine is None or not engine.config.report or engine.world_size == 1 or engine.sampler is None:
+        if engine is None or engine.world_size == 1 or engine.sampler is None:
             return
         name = getattr(type(trainer.strategy), "strategy_name", type(trainer.strategy).__name__)
         begin_report(engine, self.planner, front_end="Trainer", strategy=name, folder=logger_folder(trainer))
@@ -166,7 +166,10 @@ class PolicyCallback(Callback):
             if not_before[1]:  # inside an epoch; at its start the bar takes the length by itself
                 lengthen_bar(trainer)
         if plan is not None:
-            log_metrics(trainer, self._engine.metrics(done, plan))
+            metrics = self._engine.metrics(done, plan)
+            log_metrics(trainer, metrics)
+            if self._shown is not None:
+                self._shown.show(metrics)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Apply the gradients of the last step that are still in flight, and log the summary of the run."""

@@ -193,6 +193,10 @@ class TrainerAccelerator(HeteroAccelerator):
             for _ in self.skip_first_batches(loader):  # its pass is over; Trainer begins the next one
                 pass
 
+    def end_run(self) -> None:
+        """End the record of a training, with the error that is being handled if there is one."""
+        self._session().report.end()
+
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics ``hetero/...`` since the last call."""
         kept, self._metrics = self._metrics, {}

@@ -74,11 +74,12 @@ class HeteroTrainer(module.Trainer):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         if self._hetero is None:
             return super()._inner_training_loop(*args, **kwargs)
-        with _replaced("skip_first_batches", self._hetero.skip_first_batches), self._announced():
-            result = super()._inner_training_loop(*args, **kwargs)
-        if self._hetero.hetero_session is not None:
-            self._hetero.hetero_session.report.end()
-        return result
+        hetero = self._hetero
+        try:
+            with _replaced("skip_first_batches", hetero.skip_first_batches), self._announced():
+                return super()._inner_training_loop(*args, **kwargs)
+        finally:
+            hetero.end_run()
 
     @contextmanager
     def _announced(self) -> Iterator[None]:

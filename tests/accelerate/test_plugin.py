@@ -206,6 +206,23 @@ def test_a_setting_that_is_given_to_the_accelerator_belongs_into_the_plugin():
         HeteroAccelerator(local_batch_sizes=[4, 2])
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"polcy": "even"}, "Did you mean the setting policy\\? Give settings in the plugin: .*policy=...\\)"),
+        (
+            {"replan": 4, "local_batch_size": [4, 2]},
+            "no argument replan.*HeteroPlugin\\(replan=..., local_batch_sizes=...\\)",
+        ),
+        ({"hetero_plugn": None}, "Did you mean hetero_plugin\\? Allowed are"),
+        ({"quite_another": 1}, "no argument quite_another. Allowed are"),
+    ],
+)
+def test_a_misspelt_setting_that_is_given_to_the_accelerator_is_known(given, meant):
+    with pytest.raises(TypeError, match=meant):
+        HeteroAccelerator(**given)
+
+
 def half_linear(total, initial, trace, grad_sq_norm):
     return 1 + (total / initial - 1) / 2
 

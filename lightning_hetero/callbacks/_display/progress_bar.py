@@ -1,12 +1,10 @@
-"""Current split and number of batches in Lightning's progress bar."""
+"""Current split, what it gains, and number of batches in Lightning's progress bar."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_hetero.callbacks._lightning import LightningModule, Trainer
-from lightning_hetero.core.report.analysis import even_of
-from lightning_hetero.core.report.records import RoundRecord
 from lightning_hetero.engine import HeteroEngine
 
 __all__ = ["SplitInBar", "lengthen_bar"]
@@ -28,17 +26,16 @@ def split_text(sizes: Sequence[int]) -> str:
     return f"{min(sizes)}..{max(sizes)} x{len(sizes)}"
 
 
-def gained_text(newest: RoundRecord | None) -> dict[str, str]:
-    """Return the idle share of the newest sync round, and the speed over even sizes, as far as they are known."""
-    if newest is None or not newest.timed or not newest.step_time > 0:
-        return {}
-    busy = [sum(phases) for phases in zip(newest.data, newest.forward, newest.backward, newest.optimizer, strict=True)]
-    idle = 1.0 - newest.accumulation * sum(busy) / len(busy) / newest.step_time
-    shown = {"idle": f"{100 * min(max(idle, 0.0), 1.0):.0f}%"}
-    even = even_of(newest)
-    if math.isfinite(even):
-        shown["vs even"] = f"{even / newest.step_time:.2f}x"
-    return shown
+def gained_text(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Return the idle share and the speed over even sizes as text, as far as they are known.
+
+    Example:
+        >>> gained_text({"hetero/idle_fraction": 0.042, "hetero/speed_up": 1.84})
+        {'idle': '4%', 'vs even': '1.84x'}
+    """
+    idle, gain = metrics.get("hetero/idle_fraction"), metrics.get("hetero/speed_up")
+    shown = {} if idle is None else {"idle": f"{100 * idle:.0f}%"}
+    return shown if gain is None else {**shown, "vs even": f"{gain:.2f}x"}
 
 
 class SplitInBar:
@@ -52,6 +49,7 @@ class SplitInBar:
     def __init__(self, trainer: Trainer, engine: HeteroEngine) -> None:
         bar: Any = trainer.progress_bar_callback
         self._bar = None if trainer.world_size == 1 else bar
+        self._gained: dict[str, str] = {}
         if self._bar is None:
             return
         original = bar.get_metrics
@@ -60,10 +58,13 @@ class SplitInBar:
             metrics: dict[str, Any] = original(trainer, pl_module)
             if engine.plan is not None:
                 metrics["split"] = split_text(engine.plan.local_batch_sizes)
-            metrics |= gained_text(engine.rounds.watch.newest)
-            return metrics
+            return metrics | self._gained
 
         bar.get_metrics = get_metrics
+
+    def show(self, metrics: Mapping[str, float]) -> None:
+        """Show what the metrics of a sync round say of the gain; what they do not know stays as it is."""
+        self._gained |= gained_text(metrics)
 
     def remove(self) -> None:
         """Give the bar its own metrics back."""

@@ -2,10 +2,8 @@
 
 import logging
 import math
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,15 +26,14 @@ from lightning_hetero.core.stragglers.detector import Straggler
 from lightning_hetero.core.stragglers.round_times import exposed_link
 from lightning_hetero.engine.watch.gains import Gain
 from lightning_hetero.engine.watch.run_file import RunFile
+from lightning_hetero.engine.watch.time_budget import TimeBudget
 
-__all__ = ["MAX_SHARE", "Recorder"]
+__all__ = ["Recorder"]
 
 log = logging.getLogger("lightning_hetero")
 
 Array = npt.NDArray[np.float64]
 
-MAX_SHARE = 0.003
-"""Largest share of the time that recording takes; rounds beyond it are left out."""
 SAMPLED_WORKERS = 64
 """Most workers of which single steps are kept."""
 SAMPLED_STEPS = 2
@@ -49,33 +46,29 @@ class Recorder:
 
     Args:
         world_size: number of workers.
-        clock: returns seconds.
-        work: returns the CPU seconds of the calling thread.
+        budget: time that recording may take, by default one of its own.
+        counted: steps before its first round that an earlier run has counted.
 
     Attributes:
         file: the lines.
+        folder: folder of the file, ``None`` for a run that has none.
         newest: newest round, ``None`` before the first.
-        spent: CPU seconds that recording has taken.
         skipped: rounds that were left out to save time.
     """
 
-    def __init__(
-        self,
-        world_size: int,
-        clock: Callable[[], float] = time.perf_counter,
-        work: Callable[[], float] = time.thread_time,
-    ) -> None:
-        self.clock, self.work, self.began = clock, work, clock()
+    def __init__(self, world_size: int, budget: TimeBudget | None = None, counted: int = 0) -> None:
+        self.budget = TimeBudget() if budget is None else budget
         self.file = RunFile(4_000_000 + PER_WORKER * world_size)
+        self.folder: Path | None = None
         self.newest: RoundRecord | None = None
-        self.spent, self.skipped = 0.0, 0
+        self.skipped = 0
         self._late: Callable[[dict[str, Any]], None] | None = None  # writes the newest round, if it was left out
-        self._uncounted = 0  # steps of the rounds that were left out
+        self._uncounted = -counted  # steps of the rounds that were left out
 
     @property
     def time(self) -> float:
         """Seconds since the run began."""
-        return self.clock() - self.began
+        return self.budget.elapsed
 
     @property
     def run(self) -> RunRecord | None:
@@ -85,18 +78,19 @@ class Recorder:
     def describe(self, header: RunHeader) -> None:
         """Begin the record with what runs; a further call in the same run is ignored."""
         if not self.file.has_header:
-            self.began = self.clock()
+            self.budget.begin()
             self.file.write(header)
 
     def open(self, folder: Path | None) -> None:
         """Write the file into a folder from now on."""
+        self.folder = folder
         if folder is not None:
             self.file.open(folder)
 
     @property
     def may(self) -> bool:
-        """``True`` if another round fits into the share of the time, which begins with that of ten seconds."""
-        return self.file.has_header and self.spent <= MAX_SHARE * max(self.time, 10.0)
+        """``True`` if there is time for another round."""
+        return self.file.has_header and self.budget.may
 
     def round(
         self,
@@ -124,17 +118,8 @@ class Recorder:
             self._late = lambda more: write({**known, **more})
             return
         self._late, self._uncounted = None, 0
-        with self.working():
+        with self.budget.working():
             write(known)
-
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Count the CPU seconds inside as those of recording."""
-        began = self.work()
-        try:
-            yield
-        finally:
-            self.spent += self.work() - began
 
     def _write_round(
         self,
@@ -194,7 +179,7 @@ class Recorder:
                 self.skipped -= 1
                 late(known)
             dropped = self.skipped + self.file.dropped
-            self.file.write(EndRecord(self.time, *at, steps, status, memory, self.spent, dropped))
+            self.file.write(EndRecord(self.time, *at, steps, status, memory, self.budget.spent, dropped))
 
 
 def times_of(observations: StepObservations, sizes: tuple[int, ...]) -> dict[str, Any]:

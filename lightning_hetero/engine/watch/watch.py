@@ -20,6 +20,7 @@ from lightning_hetero.core.stragglers.detector import LINK, Straggler, Straggler
 from lightning_hetero.engine.watch.gains import GainMeter
 from lightning_hetero.engine.watch.memory import MemoryUse
 from lightning_hetero.engine.watch.recorder import Recorder
+from lightning_hetero.engine.watch.time_budget import TimeBudget
 from lightning_hetero.engine.watch.time_model import KnownTimes, TimeModelWatch
 from lightning_hetero.engine.watch.wording import describe_straggler
 
@@ -29,18 +30,18 @@ log = logging.getLogger("lightning_hetero")
 
 
 class RunWatch:
-    """Watch over a run.
+    """Watch over the runs of an engine, one after another.
 
     Args:
         rank: this rank; only rank 0 records and logs.
         world_size: number of ranks.
         device: device of this rank.
-        records: whether the run is recorded and summarised.
+        records: whether runs are recorded and summarised; metrics do not depend on it.
 
     Attributes:
         detector: stragglers, the same on all ranks.
         memory: most memory of each rank.
-        recorder: records of the run, ``None`` where nothing is recorded.
+        recorder: records of the run, or of the next one; ``None`` where nothing is recorded.
         speed_up: speed over equal sizes at the newest sync round, NaN if unknown; the same on all ranks.
         devices: names of the devices, for the log.
     """
@@ -48,19 +49,23 @@ class RunWatch:
     def __init__(self, rank: int, world_size: int, device: torch.device, *, records: bool = True) -> None:
         self.speaks = rank == 0 and world_size > 1
         self.detector, self.memory = StragglerDetector(world_size), MemoryUse(device)
-        self.recorder = Recorder(world_size) if records and rank == 0 and world_size > 1 else None
+        self._budget = TimeBudget()
+        self.recorder = Recorder(world_size, self._budget) if records and self.speaks else None
         self.speed_up = math.nan
         self.devices: Sequence[str] = ()
         self._times, self._known = TimeModelWatch(), KnownTimes(math.nan, {})
         self._gains, self._steps, self._at = GainMeter(), 0, (0, 0)
         self._learn: Callable[[], KnownTimes] | None = None  # of the newest round, if there was no time for it
+        self._earlier = 0  # steps of earlier runs
 
     # at the begin
 
     def describe(self, header: RunHeader, folder: Path | None) -> None:
-        """Begin the record of a run, in the file of a folder if there is one."""
+        """Begin a run, and its record in the file of a folder, as far as there is one; the file may have others."""
         self.devices = [worker.device for worker in header.workers]
-        if self.recorder is not None:
+        if self.recorder is None:
+            self._budget.begin()
+        else:
             self.recorder.describe(header)
             self.recorder.open(folder)
 
@@ -79,7 +84,7 @@ class RunWatch:
     def even_step(
         self, planner: Planner | None, observations: StepObservations, running: BatchPlan | None, context: PlanContext
     ) -> float:
-        """Return the predicted seconds of a step of equal sizes, on rank 0; NaN if unknown.
+        """Return the predicted seconds of a step of equal sizes, on rank 0; NaN if unknown, or for want of time.
 
         Args:
             planner: planner that has seen the observations.
@@ -87,13 +92,13 @@ class RunWatch:
             running: plan under which the newest steps ran.
             context: conditions of the run.
         """
-        if self.recorder is None or running is None or not observations.num_steps:
+        if not self.speaks or running is None or not observations.num_steps:
             return math.nan
         learn = partial(self._times.observe, planner, observations, running, context)
-        if not self.recorder.may:
+        if not self._budget.may:
             self._known, self._learn = KnownTimes(math.nan, {}), learn
             return math.nan
-        with self.recorder.working():
+        with self._budget.working():
             self._known, self._learn = learn(), None
         return self._known.even
 
@@ -157,16 +162,31 @@ class RunWatch:
 
     # at the end
 
-    def finish(self, status: str = "finished") -> RunRecord | None:
-        """End the record; return it, once: ``None`` if there is none, or it has ended."""
-        recorder, self.recorder = self.recorder, None
-        if recorder is None or recorder.run is None:
+    def finish(
+        self, status: str = "finished", at: tuple[int, int] | None = None, steps: int | None = None
+    ) -> RunRecord | None:
+        """End the run; return its record, once: ``None`` if there is none. What is described next is another run.
+
+        Args:
+            status: ``"finished"``, or the error that ended it.
+            at: epoch and step that it reached; by default those of the newest sync round.
+            steps: synchronized steps so far, those of earlier runs included; by default up to the newest sync round.
+        """
+        stragglers = list(self.detector.active.values())
+        self.detector.active.clear()
+        at, steps = self._at if at is None else at, self._steps if steps is None else steps
+        earlier, self._earlier, learn, self._learn = self._earlier, steps, self._learn, None
+        recorder = self.recorder
+        if recorder is None:
             return None
-        for one in self.detector.active.values():
+        self.recorder = Recorder(self.detector.workers, self._budget, counted=steps - self._steps)
+        if recorder.run is None:
+            return None
+        for one in stragglers:
             one.end("run ended")
-            recorder.straggler(one, self._at)
-        known = KnownTimes(math.nan, {}) if self._learn is None else self._learn()
-        recorder.end(self._at, self._steps, status, self.memory.everyone, even=known.even, **known.model)
+            recorder.straggler(one, at)
+        known = KnownTimes(math.nan, {}) if learn is None else learn()
+        recorder.end(at, steps - earlier, status, self.memory.everyone, even=known.even, **known.model)
         return recorder.run
 
     @property

@@ -22,7 +22,7 @@ PACKAGES = ("torch", "lightning", "pytorch-lightning", "accelerate", "transforme
 def begin_report(
     engine: HeteroEngine, planner: Planner | None, *, front_end: str, strategy: str, folder: Path | None
 ) -> None:
-    """Begin the record of a run, once its workers are known; a further call in the same run does nothing.
+    """Begin a run, once its workers are known, and its record; a further call in the same run changes nothing.
 
     Args:
         engine: engine of the run.
@@ -32,7 +32,7 @@ def begin_report(
         folder: folder of the file; ``None`` to keep the record in memory, for the summary.
     """
     workers, watch, plan = engine.workers, engine.rounds.watch, engine.plan
-    if workers is None or plan is None or watch.recorder is None:
+    if workers is None or plan is None or not watch.speaks:
         return
     least, most = workers.min_local, workers.max_local
     devices = workers.devices or ("",) * workers.world_size

@@ -9,10 +9,14 @@ from typing import Any
 from lightning_hetero.core.report.run_record import RunRecord
 from lightning_hetero.core.report.summary import Summary, summary_of
 from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.frontend.report.folder import NO_FOLDER
 
-__all__ = ["finish_report"]
+__all__ = ["finish_report", "status_of"]
 
 log = logging.getLogger("lightning_hetero")
+
+LOST = ("closed by peer", "reset by peer", "broken pipe", "remote process exited")
+"""Parts of what gloo and NCCL say, in lower case, where the process of another rank is gone."""
 
 
 def finish_report(engine: HeteroEngine, error: BaseException | None = None) -> RunRecord | None:
@@ -26,18 +30,38 @@ def finish_report(engine: HeteroEngine, error: BaseException | None = None) -> R
         The record, ``None`` where there is none.
     """
     watch = engine.rounds.watch
-    path = watch.path
-    run = watch.finish("finished" if error is None else f"{type(error).__name__}: {_first_line(error)}")
+    path, homeless = watch.path, watch.recorder is not None and watch.recorder.folder is None
+    run = watch.finish(status_of(error), engine.position, engine.observer.synced_steps)
     if run is None or not run.rounds:
         return run
     summary = summary_of(run)
     where = "" if path is None else f"\nrecord: {path} (lightning-hetero report {path.parent})"
+    if homeless:
+        how = NO_FOLDER.get(run.header.front_end, "report='folder'")
+        where = f"\nno record was written, because the run has no folder: give {how}"
     log.info("%s%s", _rendered(summary), where)
     return run
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0][:200]
+def status_of(error: BaseException | None) -> str:
+    r"""Return how a run has ended, as its record says it.
+
+    Where another rank fails, rank 0, which keeps the record, only sees its connection to that rank break.
+
+    Example:
+        >>> status_of(None), status_of(KeyboardInterrupt()), status_of(ValueError("too large\nand more"))
+        ('finished', 'KeyboardInterrupt', 'ValueError: too large')
+        >>> status_of(RuntimeError("Connection closed by peer [10.0.0.2]:4711"))[:63]
+        'rank 0 lost its connection to another rank, whose log may say w'
+    """
+    if error is None:
+        return "finished"
+    name, text = type(error).__name__, str(error).strip()
+    first = text.partition("\n")[0][:200]
+    status = f"{name}: {first}" if text else name
+    if isinstance(error, RuntimeError) and any(sign in text.lower() for sign in LOST):
+        return f"rank 0 lost its connection to another rank, whose log may say why ({status})"
+    return status
 
 
 def _rendered(summary: Summary) -> str:

@@ -23,6 +23,7 @@ from lightning_hetero.session import HeteroSession
 from lightning_hetero.strategies._arguments import check_arguments
 from lightning_hetero.strategies._checkpoints.whole_files import WholeFilesMixin
 from lightning_hetero.strategies._fabric.checkpoint import FabricCheckpointMixin
+from lightning_hetero.strategies._fabric.logger_folder import folder_of_caller
 from lightning_hetero.strategies._registration import register
 
 __all__ = ["HeteroFabricMixin"]
@@ -89,7 +90,8 @@ class HeteroFabricMixin(FabricCheckpointMixin, WholeFilesMixin):
             local_rank=self.local_rank,
             timeout=self._timeout,
         )
-        self.session = HeteroSession(engine, on_metrics=self.metrics.update, front_end="Fabric")
+        folder = folder_of_caller(self) if engine.rank == 0 else None
+        self.session = HeteroSession(engine, on_metrics=self.metrics.update, directory=folder, front_end="Fabric")
         tell(engine, self.session.planner)
 
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:

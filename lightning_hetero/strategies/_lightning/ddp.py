@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,7 +102,7 @@ class HeteroDDPMixin(UnevenStepsMixin):
         slice_fn: Callable[[Any, int, int], Any] | None = None,
         concat_fn: Callable[[list[Any]], Any] | None = None,
         cost_fn: Callable[..., Any] | str | None = "auto",
-        report: bool | str = True,
+        report: bool | str | PathLike[str] = True,
         **kwargs: Any,
     ) -> None:
         refuse_for_own_loops(self, kwargs)

@@ -10,7 +10,8 @@ from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.report.records import RoundRecord
 from lightning_hetero.core.stragglers.detector import Straggler
 from lightning_hetero.engine.watch.gains import Gain
-from lightning_hetero.engine.watch.recorder import MAX_SHARE, SAMPLED_WORKERS, Recorder, times_of
+from lightning_hetero.engine.watch.recorder import SAMPLED_WORKERS, Recorder, times_of
+from lightning_hetero.engine.watch.time_budget import MAX_SHARE, TimeBudget
 from tests.recorded import header
 
 
@@ -71,7 +72,7 @@ def test_unknown_step_times_are_not_a_number():
 
 def test_records_are_in_their_order():
     clock = Clock()
-    recorder = Recorder(2, clock, clock)
+    recorder = Recorder(2, TimeBudget(clock, clock))
     recorder.describe(header(2))
     recorder.describe(header(3))  # a second fit of the same run goes on
     clock.now = 2.0
@@ -109,16 +110,16 @@ def test_recording_takes_its_share_of_the_time_and_no_more():
         @property
         def may(self):
             allowed = super().may
-            work.now += 0.05 if allowed else 0.0
-            self.spent += 0.05 if allowed else 0.0
+            with self.budget.working():
+                work.now += 0.05 if allowed else 0.0
             return allowed
 
-    recorder = Slow(2, clock, work)
+    recorder = Slow(2, TimeBudget(clock, work))
     recorder.describe(header(2))
     for i in range(1000):
         clock.now = 0.1 * i
         recorder.round(seen(), PLAN, (0, i), 1, 1)
-    assert recorder.spent <= MAX_SHARE * 100 + 0.05
+    assert recorder.budget.spent <= MAX_SHARE * 100 + 0.05
     assert len(recorder.run.rounds) == pytest.approx(MAX_SHARE * 100 / 0.05, abs=1)
     assert sum(one.count for one in recorder.run.rounds) == recorder.run.rounds[-1].step + 1
     recorder.end((0, 1000), 1000, "finished", ())

@@ -1,5 +1,7 @@
 """The watch over a run: the same metrics on all ranks, the record and the log on rank 0."""
 
+import itertools
+import json
 import math
 
 import numpy as np
@@ -10,7 +12,10 @@ from lightning_hetero.comm.agreement.round_result import RoundResult
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import PlanContext
+from lightning_hetero.core.report.run_record import RunRecord
 from lightning_hetero.core.stragglers.detector import NOBODY
+from lightning_hetero.engine.watch import watch
+from lightning_hetero.engine.watch.time_budget import TimeBudget
 from lightning_hetero.engine.watch.watch import RunWatch
 from tests.recorded import header
 
@@ -121,11 +126,62 @@ def test_a_run_ends_once():
     assert run.watch.finish() is None
 
 
-def test_nothing_is_recorded_if_nobody_wants_it():
-    run = Run(records=False)
+def test_a_run_ends_where_its_steps_end_and_the_next_one_is_a_run_of_its_own(tmp_path):
+    run = Run()
+    run.watch.describe(header(3), tmp_path)
+    for times in ((0.1, 0.1, 0.1),) * 2 + ((0.1, 0.1, 0.2),):
+        run.round(seen(times))
+    first = run.watch.finish("finished", (0, 29), 30)
+    assert (first.end.epoch, first.end.step, first.end.steps) == (0, 29, 30)
+    assert run.watch.run is run.watch.newest is run.watch.path is None
+    run.steps = 32  # of which 30 are those of the first run
+    run.watch.describe(header(3), tmp_path)
     run.round(seen((0.1, 0.1, 0.2)))
+    second = run.watch.finish("finished", (1, 20), 50)
+    assert [(one.count, one.step) for one in second.rounds] == [(10, 40)]
+    assert [(one.event, one.relieved) for one in second.stragglers] == [("begin", ""), ("end", "run ended")]
+    assert (second.end.steps, second.end.dropped) == (20, 0)
+    lines = (tmp_path / "hetero_run.jsonl").read_text().splitlines()
+    kinds = [json.loads(line)["kind"] for line in lines]
+    assert kinds[kinds.index("end") + 1 :] == ["run", "straggler", "round", "straggler", "end"]
+    assert RunRecord.from_lines(lines).end.steps == 20
+
+
+def test_steps_of_a_run_without_a_record_are_not_those_of_the_next():
+    run = Run()
+    run.watch = RunWatch(0, 3, CPU)
+    run.round(seen((0.1, 0.1, 0.1)))
+    assert run.watch.finish("finished", (0, 9), 10) is None
+    run.watch.describe(header(3), None)
+    run.round(seen((0.1, 0.1, 0.1)))
+    record = run.watch.finish("finished", (1, 6), 16)
+    assert (record.end.steps, record.rounds[0].count) == (6, 6)
+
+
+def test_without_a_record_there_are_the_same_metrics(monkeypatch, caplog):
+    monkeypatch.setattr(watch, "TimeBudget", lambda: TimeBudget(work=lambda: 0.0))
+    run, recorded = Run(records=False), Run()
+    for one in (run, recorded):
+        for _ in range(4):
+            one.round(seen((0.08, 0.08, 0.24)))
+            one.round(seen((0.12, 0.12, 0.15), UNEVEN), UNEVEN)
+    assert run.watch.metrics() == recorded.watch.metrics()
+    assert run.watch.metrics()["hetero/speed_up"] > 1.1
+    for times in ((0.1, 0.1, 0.1),) * 2 + ((0.1, 0.1, 0.2),) * 3:
+        run.round(seen(times))
+    assert "rank 2 (device 2) makes all others wait" in caplog.text
     assert run.watch.run is None
     assert run.watch.finish() is None
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_predictions_take_their_share_of_the_time_and_no_more(monkeypatch, records):
+    """Each takes 50 ms of work; in 10 s only one fits, and with one more the share is used up."""
+    work = itertools.count(0.0, 0.05)
+    monkeypatch.setattr(watch, "TimeBudget", lambda: TimeBudget(clock=lambda: 0.0, work=lambda: next(work)))
+    run = Run(records=records)
+    known = [run.watch.even_step(None, seen((0.08, 0.08, 0.24)), EVEN, CONTEXT) for _ in range(4)]
+    assert [math.isfinite(one) for one in known] == [True, False, False, False]
 
 
 def test_one_worker_is_not_watched():

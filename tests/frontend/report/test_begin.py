@@ -5,6 +5,8 @@ import sys
 import pytest
 import torch
 
+from lightning_hetero import HeteroDDPStrategy, HeteroFSDPStrategy
+from lightning_hetero.accelerate import HeteroPlugin
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.policies import POLICIES
 from lightning_hetero.data import PermutationStream
@@ -12,13 +14,14 @@ from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.engine.watch.recorder import Recorder
 from lightning_hetero.frontend.report.begin import begin_report
 from lightning_hetero.hardware import call_device
+from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as HeteroFabricStrategy
 
 
 def engine(**settings):
     """An engine of one rank that records as one of several."""
     call_device("")
     made = HeteroEngine(HeteroConfig(**settings), rank=0, world_size=1, device=torch.device("cpu"))
-    made.rounds.watch.recorder = Recorder(1)
+    made.rounds.watch.speaks, made.rounds.watch.recorder = True, Recorder(1)
     return made
 
 
@@ -57,7 +60,8 @@ def test_without_data_there_is_no_record():
 
 
 def test_the_file_is_in_the_folder_of_the_logger_or_in_the_given_one(tmp_path):
-    for given, where in ((True, tmp_path / "logs"), (str(tmp_path / "mine"), tmp_path / "mine")):
+    mine, path = tmp_path / "mine", tmp_path / "path"
+    for given, where in ((True, tmp_path / "logs"), (str(mine), mine), (path, path)):
         made = engine(report=given)
         made.shard(PermutationStream(32, shuffle=False, seed=0), batch_size=4)
         begun(made, folder=tmp_path / "logs")
@@ -69,3 +73,13 @@ def test_no_folder_is_no_error():
     made.shard(PermutationStream(32, shuffle=False, seed=0), batch_size=4)
     assert begun(made) is not None
     assert made.rounds.watch.path is None
+
+
+def test_a_path_is_kept_as_text(tmp_path):
+    given = (HeteroConfig, HeteroPlugin, HeteroDDPStrategy, HeteroFSDPStrategy, HeteroFabricStrategy)
+    for cls in given:
+        made = cls(report=tmp_path)
+        assert getattr(made, "config", made).report == str(tmp_path)
+    for wrong in (3, "", b"logs", None):
+        with pytest.raises(TypeError, match="must be True, False, or the name or path of a folder"):
+            HeteroConfig(report=wrong)

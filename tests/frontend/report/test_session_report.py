@@ -1,6 +1,10 @@
-"""The record of a custom loop ends when it is closed, or with the process."""
+"""The record of a custom loop ends when it is closed, or with the process, and knows by which error."""
 
 import atexit
+import sys
+from types import SimpleNamespace
+
+import pytest
 
 from lightning_hetero.frontend.report import session_report
 from lightning_hetero.frontend.report.session_report import SessionReport
@@ -9,17 +13,52 @@ from lightning_hetero.frontend.report.session_report import SessionReport
 def calls(monkeypatch):
     made = []
     monkeypatch.setattr(session_report, "begin_report", lambda engine, planner, **more: made.append(("begin", more)))
-    monkeypatch.setattr(session_report, "finish_report", lambda engine: made.append(("end", engine)))
+    monkeypatch.setattr(session_report, "finish_report", lambda engine, error: made.append(("end", error)))
     monkeypatch.setattr(atexit, "register", lambda call: made.append(("at exit", call)))
     monkeypatch.setattr(atexit, "unregister", lambda call: made.append(("not at exit", call)))
     return made
 
 
+def engine(run="a run"):
+    return SimpleNamespace(rounds=SimpleNamespace(watch=SimpleNamespace(run=run)))
+
+
 def test_it_begins_once_and_ends_with_the_process_at_the_latest(monkeypatch, tmp_path):
-    made, report = calls(monkeypatch), SessionReport("engine", "Fabric", tmp_path)
+    made, report = calls(monkeypatch), SessionReport(engine(), "Fabric", tmp_path)
     report.begin(None)
     report.begin(None)
     more = {"front_end": "Fabric", "strategy": "hetero_ddp", "folder": tmp_path}
     assert made == [("begin", more), ("at exit", report.end)]
     report.end()
-    assert made[2:] == [("not at exit", report.end), ("end", "engine")]
+    assert made[2:] == [("not at exit", report.end), ("end", None)]
+    report.begin(None)
+    assert made[4:] == [("begin", more), ("at exit", report.end)], "a session that goes on begins another record"
+    report.end()
+
+
+def test_it_names_the_error_that_it_is_given_or_that_ends_the_process(monkeypatch):
+    made, report, before = calls(monkeypatch), SessionReport(engine(), "Fabric", None), sys.exit
+    given = ArithmeticError("given")
+    report.begin(None)
+    report.end(given)
+    assert made[-1] == ("end", given)
+    report.begin(None)
+    with pytest.raises(SystemExit):
+        sys.exit(3)
+    report.begin(None)  # somebody caught it
+    report.end()
+    assert made[-1] == ("end", None)
+    report.begin(None)
+    uncaught = ArithmeticError("uncaught")
+    monkeypatch.setattr(sys, "last_value", uncaught, raising=False)
+    report.end()
+    assert made[-1] == ("end", uncaught)
+    assert sys.exit is before
+
+
+def test_a_rank_that_records_nothing_leaves_the_process_alone(monkeypatch):
+    calls(monkeypatch)
+    before, report = sys.exit, SessionReport(engine(None), "Fabric", None)
+    report.begin(None)
+    assert sys.exit is before
+    report.end()

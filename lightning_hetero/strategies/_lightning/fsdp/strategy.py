@@ -122,7 +122,7 @@ class HeteroFSDPMixin(UnevenStepsMixin):
         slice_fn: Callable[[Any, int, int], Any] | None = None,
         concat_fn: Callable[[list[Any]], Any] | None = None,
         cost_fn: Callable[..., Any] | str | None = "auto",
-        report: bool | str = True,
+        report: bool | str | os.PathLike[str] = True,
         **kwargs: Any,
     ) -> None:
         refuse_for_own_loops(self, kwargs)
