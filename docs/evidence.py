@@ -215,8 +215,9 @@ OWN = {
         "Runs through Lightning and gloo, one process per device ([emulated devices](emulation.md)), 3 % jitter. "
         "Clusters A, B and C are Cannikin's, with ResNet-50 or BERT; *fixed costs* has four devices, two of them with "
         "long fixed times; *25:1* is two devices, of which one is 25 times as fast. Policies that learn have several "
-        "seeds: medians, and in parentheses the worst of them. Runs have 150 steps, those of 16 workers 100; LB-BSP, "
-        "which moves five samples per decision, has 200 and 100.",
+        "seeds: medians, and in parentheses the worst of them. In LB-BSP, with which the Cannikin paper compares, the "
+        "slowest worker hands five samples to the fastest at each decision. Runs have 150 steps, those of 16 workers "
+        "100; LB-BSP has 200 and 100.",
         "balance.json",
     ),
     "Predicted step times": (

@@ -42,8 +42,8 @@ if __name__ == "__main__":
     x = torch.randn(4, 20)[y] + torch.randn(4800, 20)
     loader = DataLoader(TensorDataset(x, y), batch_size=40, shuffle=True)  # 40 per worker on average
 
-    fast = DeviceProfile(q=0.0005, s=0.004, k=0.001, m=0.006)
-    slow = DeviceProfile(q=0.0015, s=0.004, k=0.003, m=0.006)
+    fast = DeviceProfile(q=0.0005, s=0.004, k=0.001, m=0.006, name="fast")
+    slow = DeviceProfile(q=0.0015, s=0.004, k=0.003, m=0.006, name="slow")
     trainer = L.Trainer(
         strategy=sys.argv[1],
         accelerator="cpu",

@@ -286,7 +286,7 @@ def test_injected_faults_are_named_with_their_phase_and_end(tmp_path):
         ends = [one for one in records if one.event == "end" and (one.phase, one.rank) == (phase, rank)]
         assert {one.relieved for one in ends} == {"recovered"}
         assert max(one.lost for one in ends) == pytest.approx(PAUSE * STEPS, rel=0.6)
-    lines = [line for line in said if "makes all others wait" in line or "the link is slower" in line]
+    lines = [line for line in said if "has made all others wait" in line or "the link has been slower" in line]
     assert len(lines) == len([one for one in records if one.event == "begin"])
     assert not [line for line in other if "wait" in line]
 

@@ -3,6 +3,7 @@
 import re
 import runpy
 import shlex
+from functools import cache
 
 import pytest
 from torch.distributed.run import get_args_parser
@@ -63,15 +64,23 @@ def test_the_readme_is_short():
     assert len(text.split()) < 900, "tables and long texts belong on the pages"
 
 
+@cache
+def names_of_tests():
+    sources = (path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    return {name for source in sources for name in re.findall(r"^def (test_\w+)", source, re.M)}
+
+
 @every_page
 def test_tests_are_named_in_the_fold_at_the_end(page):
-    if page.stem in {"equations", "evidence", "modules", "command-line"}:  # the first three are tables of such things
+    if page.stem in {"equations", "evidence", "modules"}:  # which are tables of such things
         return
     text = prose(page)
     folds = FOLD.findall(text)
     assert len(folds) <= 1
     assert not folds or text.endswith("</details>\n")
-    assert not re.findall(r"`tests/[\w./]*`", FOLD.sub("", text))
+    said = FOLD.sub("", text)
+    assert not re.findall(r"`tests/[\w./]*`", said)
+    assert not set(re.findall(r"`(test_\w+)`", said)) & names_of_tests()
 
 
 @pytest.mark.parametrize("path", GALLERY, ids=lambda path: path.stem)

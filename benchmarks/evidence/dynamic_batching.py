@@ -460,7 +460,7 @@ ROWS: list[Row] = [
         ON_CPU,
         "holds in part",
         throughput,
-        note="The MNIST network on one core, by processor time. The rise holds; the decline "
+        note="The MNIST network on one core, by CPU time. The rise holds; the decline "
         "is no more than runs differ on a busy machine.",
         **CURVE,
     ),

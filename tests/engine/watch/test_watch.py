@@ -87,7 +87,7 @@ def test_a_straggler_is_logged_once_and_recorded(caplog):
     assert end.lost == pytest.approx(0.1 * 24)
     lines = [line for line in caplog.messages if "rank 2" in line]
     assert len(lines) == 2
-    assert "rank 2 (device 2) makes all others wait since epoch 0 step 17" in lines[0]
+    assert "rank 2 (device 2) has made all others wait since epoch 0 step 17" in lines[0]
 
 
 def test_all_ranks_have_the_same_metrics_and_one_records():
@@ -169,7 +169,7 @@ def test_without_a_record_there_are_the_same_metrics(monkeypatch, caplog):
     assert run.watch.metrics()["hetero/speed_up"] > 1.1
     for times in ((0.1, 0.1, 0.1),) * 2 + ((0.1, 0.1, 0.2),) * 3:
         run.round(seen(times))
-    assert "rank 2 (device 2) makes all others wait" in caplog.text
+    assert "rank 2 (device 2) has made all others wait" in caplog.text
     assert run.watch.run is None
     assert run.watch.finish() is None
 

@@ -11,7 +11,7 @@ from lightning_hetero.engine.watch.wording import describe_straggler
 def test_every_phase_has_its_words(phase):
     words = "loader" if phase == "data" else phase
     text = describe_straggler(Straggler(1, phase, 0, 0.0123, 0.1), (2, 7), "V100")
-    assert text.startswith("rank 1 (V100) makes all others wait since epoch 2 step 7: ")
+    assert text.startswith("rank 1 (V100) has made all others wait since epoch 2 step 7: ")
     assert words in text
     assert text.endswith("costs 12.3 ms of each step")
     lasting = describe_straggler(Straggler(1, phase, 0, 0.0123, 0.1, lasting=True), (2, 7))
@@ -30,14 +30,14 @@ def test_every_phase_has_its_words(phase):
 )
 def test_every_end_has_its_words(relieved, words):
     text = describe_straggler(Straggler(1, "data", 0, 0.0, 0.1, lost=1.234, relieved=relieved), (2, 7))
-    assert "rank 1 no longer makes the others wait from epoch 2 step 7" in text
+    assert "rank 1 no longer makes the others wait as of epoch 2 step 7" in text
     assert words in text
     assert text.endswith("it has cost 1.23 s")
 
 
 def test_the_link_is_no_rank():
     assert describe_straggler(Straggler(LINK, "link", 0, 0.05, 0.05), (0, 1)) == (
-        "the link is slower since epoch 0 step 1: the all-reduce takes 50 ms more of each step"
+        "the link has been slower since epoch 0 step 1: this costs 50 ms of each step"
     )
 
 
@@ -47,4 +47,4 @@ def test_a_begin_that_was_not_timed_is_said_to_be_one():
     end = Straggler(1, "data", 0, 0.05, 0.1, lost=2.0, relieved="recovered", earlier=True)
     assert describe_straggler(end, (0, 99)).endswith("it has cost at least 2 s")
     link = Straggler(LINK, "link", 0, 0.05, 0.05, earlier=True)
-    assert "since epoch 0 step 1 or earlier: the all-reduce" in describe_straggler(link, (0, 1))
+    assert "since epoch 0 step 1 or earlier: this costs" in describe_straggler(link, (0, 1))
