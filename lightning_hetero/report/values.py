@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from markupsafe import Markup, escape
 
 from lightning_hetero.core.report.analysis import RunFigures
+from lightning_hetero.core.report.limit import limit_of
 from lightning_hetero.simulate.planning.units import format_seconds
 
 __all__ = ["UNKNOWN", "Cell", "Value", "number", "plain", "verdict"]
@@ -116,7 +117,7 @@ def verdict(figures: RunFigures) -> str:
     if not figures.last:
         return "No step was timed, so that the record has no speed."
     if len(figures.last[-1].sizes) == 1:
-        return f"{TEXTS['rate'](figures.rate)} samples/s on one worker; limited by: {figures.limited_by}"
+        return f"{TEXTS['rate'](figures.rate)} samples/s on one worker; limited by: {limit_of(figures)}"
     parts = [f"{figures.speed_up:.2f}x over even sizes"] if math.isfinite(figures.speed_up) else []
     parts.append(f"{100.0 * figures.idle:.0f} % idle")
-    return "; ".join([*parts, f"limited by: {figures.limited_by}"])
+    return "; ".join([*parts, f"limited by: {limit_of(figures)}"])

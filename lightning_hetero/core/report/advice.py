@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterator
 
-from lightning_hetero.core.report.analysis import BOUND_BY_LINK, RunFigures
+from lightning_hetero.core.report.analysis import RunFigures
+from lightning_hetero.core.report.limit import BOUND_BY_LINK
 from lightning_hetero.core.report.what_if import WhatIf, what_if
 
 __all__ = ["advice"]

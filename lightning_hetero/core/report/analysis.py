@@ -1,4 +1,4 @@
-"""Figures of a recorded run: what the split gained, what limits the step, and each worker's part in it."""
+"""Figures of a recorded run: what the split gained, and each worker's part in it."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -21,12 +21,6 @@ Array = npt.NDArray[np.float64]
 
 PHASES = ("data", "forward", "backward", "optimizer")
 """Phases in which a worker itself is busy."""
-BALANCED = 0.03
-"""Share of the step by which workers may differ and still count as balanced."""
-BOUND_BY_LINK = 0.3
-"""Share of the step from which the link is what limits it."""
-BOUND_BY_DATA = 0.2
-"""Share of the step from which loading is what limits it."""
 
 
 def cluster_of(one: RoundRecord) -> ClusterTimeModel | None:
@@ -94,8 +88,8 @@ class RunFigures:
         >>> busy = {"data": (0.0, 0.0), "forward": (0.03, 0.03), "backward": (0.06, 0.06), "optimizer": (0.0, 0.0)}
         >>> one = RoundRecord(1.0, 0, 9, 10, 8, (6, 2), step_time=0.1, even=0.2, **busy)
         >>> figures = RunFigures(RunRecord(header, (one,)))
-        >>> figures.speed_up, round(figures.idle, 3), figures.limited_by
-        (2.0, 0.1, 'computing, balanced over all workers')
+        >>> figures.speed_up, round(figures.idle, 3)
+        (2.0, 0.1)
     """
 
     run: RunRecord
@@ -163,6 +157,8 @@ class RunFigures:
         if one is None or cluster is None:
             return math.nan
         low, high = self.bounds(one)
+        if sum(low) > one.total or (high is not None and sum(high) < one.total):
+            return math.nan  # bounds that no split of this total keeps
         found = solve_optperf(cluster, one.total, min_local=low, max_local=high).step_time
         return math.nan if found is None else float(found)
 
@@ -228,37 +224,9 @@ class RunFigures:
         return _ratio(self.last, lambda one: one.link, lambda one: one.step_time)
 
     @property
-    def limited_by(self) -> str:
-        """Limit of the step at the end: the link, one worker's phase, or the computing of all workers."""
-        if not self.workers:
-            return "unknown: no step was timed"
-        if self.link_share > BOUND_BY_LINK:
-            return f"the link ({self.link_share:.0%} of the step)"
-        compute = np.array([one.compute for one in self.workers])
-        slowest = int(compute.argmax())
-        newest = self.last[-1]
-        noise = 3.0 * max(newest.jitter, default=0.0) * compute[slowest] / max(newest.timed, 1) ** 0.5
-        last = np.flatnonzero(compute >= compute[slowest] - max(BALANCED * self.step_time, noise))
-        if len(compute) == 1 or len(last) > 1:
-            loads = float(np.mean([self.workers[rank].phases["data"] for rank in last]))
-            what = "loading" if loads > BOUND_BY_DATA * self.step_time else "computing"
-            of = "all" if len(last) == len(compute) else f"{len(last)} of {len(compute)}"
-            return what if len(compute) == 1 else f"{what}, balanced over {of} workers"
-        others = [one for one in self.workers if one.rank != slowest]
-        excess = {
-            name: self.workers[slowest].phases[name] - float(np.mean([one.phases[name] for one in others]))
-            for name in PHASES
-        }
-        return f"rank {slowest}'s {NAMES[max(excess, key=excess.__getitem__)]}"
-
-    @property
     def lost(self) -> float:
         """Seconds that workers have waited for named stragglers."""
         return lost_time(straggler_spans(self.run))
-
-
-NAMES = {"data": "loader", "forward": "forward pass", "backward": "backward pass", "optimizer": "optimizer"}
-"""Words for the phases."""
 
 
 def even_of(one: RoundRecord) -> float:

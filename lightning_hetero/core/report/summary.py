@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lightning_hetero.core.report.advice import advice
 from lightning_hetero.core.report.analysis import RunFigures
+from lightning_hetero.core.report.limit import limit_of
 from lightning_hetero.core.report.lost_time import straggler_spans
 from lightning_hetero.core.report.run_record import RunRecord
 
@@ -78,7 +79,7 @@ def verdict_of(figures: RunFigures) -> str:
     if math.isfinite(figures.speed_up):
         speed = f"{figures.speed_up:.2f}x over even sizes"
     idle = f"{100 * figures.idle:.0f} % idle"
-    return f"{figures.run.header.strategy}: {speed}; {idle}; limited by: {figures.limited_by}"
+    return f"{figures.run.header.strategy}: {speed}; {idle}; limited by: {limit_of(figures)}"
 
 
 def _rows(figures: RunFigures) -> Iterator[tuple[str, ...]]:
@@ -137,7 +138,7 @@ def _step(figures: RunFigures) -> str:
     before, now = figures.step_time_before, figures.step_time
     text = f"step: {now * 1e3:.4g} ms"
     if math.isfinite(before) and len(figures.first) < len(figures.timed):
-        text = f"step: {before * 1e3:.4g} ms with even sizes at first, {now * 1e3:.4g} ms at the end"
+        text = f"step: {before * 1e3:.4g} ms with even sizes until the first change, {now * 1e3:.4g} ms at the end"
     if math.isfinite(figures.predicted):
         text += f" (predicted {figures.predicted * 1e3:.4g})"
     if math.isfinite(figures.share_of_optimum):

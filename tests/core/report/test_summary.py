@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from lightning_hetero.core.report.analysis import RunFigures
+from lightning_hetero.core.report.limit import limit_of
 from lightning_hetero.core.report.records import EndRecord, WorkerRecord
 from lightning_hetero.core.report.run_record import RunRecord
 from lightning_hetero.core.report.summary import MAX_ROWS, summary_of
@@ -19,7 +20,7 @@ def test_the_verdict_and_the_table_have_the_figures(seed):
     figures, summary = RunFigures(run), summary_of(run)
     assert summary.verdict.startswith(f"hetero_ddp: {figures.speed_up:.2f}x over even sizes; ")
     assert f"{100 * figures.idle:.0f} % idle" in summary.verdict
-    assert summary.verdict.endswith(f"limited by: {figures.limited_by}")
+    assert summary.verdict.endswith(f"limited by: {limit_of(figures)}")
     assert len(summary.rows) == 3
     for row, one in zip(summary.rows, figures.workers, strict=True):
         assert row[:2] == (str(one.rank), f"device {one.rank}")
@@ -31,7 +32,7 @@ def test_the_verdict_and_the_table_have_the_figures(seed):
 
 def test_the_lines_say_what_was_decided_and_why():
     text = summary_of(a_run()).text()
-    assert "ms with even sizes at first" in text
+    assert "ms with even sizes until the first change" in text
     assert "1 change of the plan" in text
     assert "optimum of the time model" in text
     assert "the split stays: optimum: runs already" in text
