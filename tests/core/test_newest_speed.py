@@ -66,6 +66,16 @@ def test_a_change_is_large_beside_the_step_and_beside_the_noise():
     assert not cut(1.6, noise=0.8 / DEVIATIONS)
 
 
+def test_a_single_odd_step_does_not_hide_a_change():
+    odd = [3.0] * 20 + [1.0] * 12
+    odd[28] = 20.0
+    assert since_change(seen(odd)).num_steps == 12
+
+
+def test_as_few_steps_as_possible_show_a_change():
+    assert since_change(seen([3.0] * MIN_STEPS + [1.0] * MIN_STEPS)).num_steps == MIN_STEPS
+
+
 def test_few_steps_are_kept_as_they_are():
     short = seen([3.0] * MIN_STEPS + [1.0] * (MIN_STEPS - 1))
     assert since_change(short) is short
