@@ -331,7 +331,7 @@ def main() -> None:
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--first-seed", type=int, default=0, help="other seeds than those of the record")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--json", default="", help="record; rows of other kinds and of the former estimator stay")
+    parser.add_argument("--json", default="", help="record; its rows of the former estimator are kept")
     parser.add_argument("--match", default="", help="key=value,...: only these cases")
     args = parser.parse_args()
     todo = cases(args.quick, [x for x in args.only.split(",") if x], args.policies.split(","), args.first_seed)
@@ -343,8 +343,8 @@ def main() -> None:
     sys.stdout.write("\n".join(table(summary(results))) + "\n")
     if args.json:
         path, rows = Path(args.json), summary(results, by=("kind", "noise"))
-        old, new = json.loads(path.read_text())["rows"] if path.exists() else [], {row["kind"] for row in rows}
-        rows += [row for row in old if row["policy"] == FORMER or row["kind"] not in new]
+        kept = json.loads(path.read_text())["rows"] if path.exists() else []
+        rows += [row for row in kept if row["policy"] == FORMER]
         write_record(rows, path, f"median and worst of each figure over all runs; {FORMER}: the estimator of 0.1")
 
 

@@ -130,14 +130,16 @@ class Recorder:
         accumulation: int,
         known: Mapping[str, Any],
     ) -> None:
+        earlier = max(observations.num_steps - elapsed, 0)  # steps of an earlier run of the same engine
+        own = observations.rows(slice(earlier, None)) if earlier else observations
         record = RoundRecord(
             time=self.time,
             epoch=at[0],
             step=at[1],
-            count=elapsed,
+            count=max(elapsed, 0),
             sizes=plan.local_batch_sizes,
             accumulation=accumulation,
-            **{"timed": 0, **known, **times_of(observations, plan.local_batch_sizes)},
+            **{"timed": 0, **known, **times_of(own, plan.local_batch_sizes)},
         )
         self.newest = record
         self.file.write(record)

@@ -29,6 +29,14 @@ def finish_report(engine: HeteroEngine, error: BaseException | None = None) -> R
     Returns:
         The record, ``None`` where there is none.
     """
+    try:
+        return _finish(engine, error)
+    except Exception:  # on rank 0 alone: the others would wait for it in what ends a training
+        log.exception("the summary of the run could not be made; training itself is not affected. Please report this.")
+        return None
+
+
+def _finish(engine: HeteroEngine, error: BaseException | None) -> RunRecord | None:
     watch = engine.rounds.watch
     path, homeless = watch.path, watch.recorder is not None and watch.recorder.folder is None
     run = watch.finish(status_of(error), engine.position, engine.observer.synced_steps)

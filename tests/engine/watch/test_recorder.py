@@ -8,6 +8,7 @@ import pytest
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.report.records import RoundRecord
+from lightning_hetero.core.report.summary import summary_of
 from lightning_hetero.core.stragglers.detector import Straggler
 from lightning_hetero.engine.watch.gains import Gain
 from lightning_hetero.engine.watch.recorder import SAMPLED_WORKERS, Recorder, times_of
@@ -52,6 +53,18 @@ def test_only_steps_of_the_split_count():
     values.local_batch_sizes[:5] = 7.0
     assert times_of(values, (8, 8))["timed"] == 3
     assert times_of(values, (9, 7)) == {}
+
+
+@pytest.mark.parametrize(("counted", "elapsed", "timed"), [(0, 8, 8), (0, 20, 8), (5, 8, 3), (8, 8, 0), (9, 8, 0)])
+def test_steps_of_an_earlier_run_are_not_those_of_this_one(counted, elapsed, timed):
+    """With several fits of one trainer, the first round of a fit may have no other steps than those of the fit before."""
+    recorder, values = Recorder(2, counted=counted), seen()
+    recorder.describe(header(2))
+    recorder.round(values, PLAN, (0, 9), elapsed, 1, even=0.2)
+    assert (recorder.newest.count, recorder.newest.timed) == (max(elapsed - counted, 0), timed)
+    if timed:
+        assert recorder.newest.step_time == pytest.approx(np.median(values.step_time[-timed:]))
+    summary_of(recorder.run)
 
 
 def test_steps_are_sampled_in_full():

@@ -49,6 +49,14 @@ def test_an_error_is_named_by_its_first_line(caplog):
     assert watch.status == "RuntimeError: boom"
 
 
+def test_a_summary_that_fails_does_not_fail_the_training(caplog, monkeypatch):
+    """It is made on rank 0 alone: an error there would leave all other ranks waiting."""
+    monkeypatch.setattr(finish, "summary_of", lambda run: 1 // 0)
+    _, messages = ended(a_run(), caplog)
+    assert "the summary of the run could not be made" in messages[0]
+    assert "ZeroDivisionError" in caplog.text
+
+
 LOST = "rank 0 lost its connection to another rank, whose log may say why (RuntimeError: {})"
 PEER = "[../gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:23871"
 
