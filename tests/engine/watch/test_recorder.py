@@ -57,7 +57,7 @@ def test_only_steps_of_the_split_count():
 
 @pytest.mark.parametrize(("counted", "elapsed", "timed"), [(0, 8, 8), (0, 20, 8), (5, 8, 3), (8, 8, 0), (9, 8, 0)])
 def test_steps_of_an_earlier_run_are_not_those_of_this_one(counted, elapsed, timed):
-    """With several fits of one trainer, the first round of a fit may have no other steps than those of the fit before."""
+    """With several fits of one trainer, the first round of a fit may have steps of the fit before only."""
     recorder, values = Recorder(2, counted=counted), seen()
     recorder.describe(header(2))
     recorder.round(values, PLAN, (0, 9), elapsed, 1, even=0.2)
