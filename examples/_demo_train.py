@@ -114,13 +114,17 @@ class Recorder(L.Callback):
 
 
 class Metrics(Logger):
-    """Keeps the metrics that ``hetero_ddp`` logs at every look at its plan."""
+    """Keeps the metrics that ``hetero_ddp`` logs at every look at its plan; the run's record goes into its folder."""
 
     name, version = "demo", "0"
 
-    def __init__(self):
+    def __init__(self, folder):
         super().__init__()
-        self.rows = []
+        self.rows, self._folder = [], folder
+
+    @property
+    def save_dir(self):
+        return self._folder
 
     def log_metrics(self, metrics, step=None):
         self.rows.append({"step": step, **metrics})
@@ -137,12 +141,12 @@ def accuracy(model, dataset):
     return float((model.net(x).argmax(dim=1) == y).float().mean())
 
 
-def train(strategy, quick):
+def train(strategy, quick, record):
     """Train on this rank; what was measured."""
     side, shifts, epochs = (16, 1, 4) if quick else (24, 5, 7)
     train_set, test_set = digits(side, shifts)
     L.seed_everything(0, verbose=False)
-    model, recorder, metrics = DigitNet(side), Recorder(), Metrics()
+    model, recorder, metrics = DigitNet(side), Recorder(), Metrics(record)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=len(SHARES),
@@ -180,9 +184,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--strategy", required=True, choices=["ddp", "hetero_ddp"])
     parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--record", required=True, help="folder of the run's record")
     parser.add_argument("--quick", action="store_true")
     arguments = parser.parse_args()
-    result, is_first = train(arguments.strategy, arguments.quick)
+    result, is_first = train(arguments.strategy, arguments.quick, arguments.record)
     if is_first:
         arguments.out.write_text(json.dumps(result))
 

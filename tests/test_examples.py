@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_hetero.report.run_file import read_run
 from tests.warm.interpreter import warmed
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -155,3 +156,5 @@ def test_demo_reports_and_draws(tmp_path):
         assert row in output
     assert "first split, in proportion to measured speed" in output
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert f"lightning-hetero report {tmp_path}" in output
+    assert read_run(tmp_path).end.status == "finished"
