@@ -4,7 +4,8 @@ Both take turns in the same two processes, a training each, again and again; eac
 with the mean of the two without one around it. All seconds of a training count, because the record is written at sync
 rounds, which a median step does not see. The table shows the median over pairs of the ratio, with the half-width of
 its 95 % interval (``error``; McGill, Tukey and Larsen 1978), by the clock and by the processor time of rank 0, which
-writes. ``own_%`` is the processor time that the recorder counted itself, over that of the training.
+writes. ``own_%`` is the processor time that the recorder counted itself, its predictions included, over that of the
+training.
 """
 
 import argparse

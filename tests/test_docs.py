@@ -404,11 +404,21 @@ def test_closed_loop_is_that_of_the_benchmark():
                 assert low / unit - off <= given <= high / unit + off, (name, policy, figure, which)
 
 
+def test_short_changes_of_speed_are_those_of_the_benchmark():
+    record = json.loads((ROOT / "benchmarks/results/bursts.json").read_text())["rows"]
+    share = {(row["policy"], row["noise"]): row["figures"]["moving share"][0] for row in record}
+    page = TEXTS[ROOT / "docs" / "how-it-works.md"].replace("\n", " ")
+    said = page[page.index("Proportional control, whose decisions") : page.index("(`benchmarks/results/bursts.json`)")]
+    found = [float(number) for number in re.findall(r"0\.\d+", said)]
+    wanted = [share[policy, noise] for policy in ("pid", "perf_model", "oracle") for noise in ("2 %", "8 %")]
+    assert found == pytest.approx([*wanted, share["even", "2 %"]], abs=0.00051)
+
+
 def test_what_can_be_had_at_all_is_that_of_the_benchmark():
     record = json.loads((ROOT / "benchmarks/results/closed_loop.json").read_text())["rows"]
     figures = {(r["kind"], r["noise"], r["workers"], r["policy"]): r["figures"] for r in record}
     page = TEXTS[ROOT / "docs" / "how-it-works.md"].replace("\n", " ")
-    said = page[page.index("no planner can reach a share of 1") : page.index("Halving or doubling any one")]
+    said = page[page.index("no planner can reach a share of 1") : page.index("Speeds that change for a few steps")]
     walks = [
         figures["walk", "2 %", workers, policy]["moving share"][1]
         for workers in CLUSTERS
