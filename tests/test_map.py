@@ -48,6 +48,14 @@ def test_no_box_covers_another_or_leaves_the_picture(inside):
     assert all(a[0] != b[0] or a[2] < b[1] for a, b in zip(rows, rows[1:], strict=False))
 
 
+def test_nothing_is_drawn_beyond_the_picture():
+    text = (ROOT / "docs" / "figures" / "packages.svg").read_text()
+    width, height = map(int, re.search(r'viewBox="0 0 (\d+) (\d+)"', text).groups())
+    boxes = [tuple(map(int, b)) for b in re.findall(r'<rect x="(\S+)" y="(\S+)" width="(\S+)" height="(\S+)" rx', text)]
+    assert len(boxes) > 30
+    assert [b for b in boxes if b[0] < 0 or b[1] < 0 or b[0] + b[2] > width or b[1] + b[3] > height] == []
+
+
 def test_every_box_says_what_it_is_for():
     boxes = {f"{inside}.{box}" if inside else box for inside in INSIDES for box in SCRIPT["graph"](pairs(), inside)}
     assert boxes == set(SCRIPT["ROLES"]), "ROLES has a line for each"

@@ -15,7 +15,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PACKAGE = "lightning_hetero"
-OPENED = {"comm": 300, "core": 620}  # packages whose sub-packages have a panel of their own, and its width
+OPENED = {"comm": 260, "core": 590}  # packages whose sub-packages have a panel of their own, and its width
 
 Graph = dict[str, Counter[str]]  # box -> what it imports, and by how many statements
 Point = tuple[int, int]
@@ -71,7 +71,8 @@ ROLES = {
     "core.validation": "argument checks",
 }
 
-WIDTH, GAP, BOX_HEIGHT, LEVEL = 820, 14, 38, 66  # of the picture, between boxes, of a box, from layer to layer
+MARGIN, GAP, BOX_HEIGHT, LEVEL = 10, 14, 38, 66  # around panels, between boxes, of a box, from layer to layer
+WIDTH = MARGIN + sum(width + MARGIN for width in OPENED.values())  # of the picture
 BENT = 8  # width that an arrow takes in a layer that it crosses
 COLORS = {"front": "#DCEBF7", "mechanism": "#FBE8CF", "parts": "#E3F1E4", "core": "#EFE4F3"}
 LAYERS = {
@@ -315,7 +316,7 @@ rect { stroke: #888888 }
 
 def picture(root: Path = ROOT) -> str:
     """Return the picture as SVG: all packages, and below them the insides of two, side by side."""
-    pairs, margin, title = statements(root), 10, 30
+    pairs, margin, title = statements(root), MARGIN, 30
     whole = Panel(graph(pairs), "", WIDTH - 2 * margin)
     opened = [Panel(graph(pairs, inside), inside, width) for inside, width in OPENED.items()]
     below = margin + title + whole.height + 2 * margin
