@@ -9,6 +9,8 @@ import os
 import runpy
 from pathlib import Path
 
+from sphinx.ext import autosummary
+
 from lightning_hetero import HeteroDDPStrategy, HeteroElasticStrategy, HeteroFSDPStrategy, __version__
 
 HERE = Path(__file__).parent
@@ -42,6 +44,9 @@ nb_execution_timeout = 300
 nb_merge_streams = True
 
 autosummary_context = {"described": runpy.run_path(str(HERE / "members.py"))["MEMBERS"]}
+# After these, a full stop does not end the first sentence of a description.
+ABBREVIATIONS = ("eq.", "sec.", "Alg.")
+autosummary.WELL_KNOWN_ABBREVIATIONS += ABBREVIATIONS
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
