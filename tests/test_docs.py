@@ -7,8 +7,11 @@ import importlib
 import inspect
 import json
 import math
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +34,7 @@ from lightning_hetero.engine.watch.watch import RunWatch
 from lightning_hetero.frontend.adaptive_total import AdaptiveTotal
 from lightning_hetero.strategies._lightning.ddp import HeteroDDPMixin
 from lightning_hetero.strategies._lightning.elastic.strategy import HeteroElasticMixin
+from tests.warm.interpreter import warmed
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -120,6 +124,34 @@ def test_code_compiles_and_its_names_exist(source):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ours:
             keywords = {keyword.arg: None for keyword in node.keywords}
             inspect.signature(ours[node.func.id]).bind(*node.args, **keywords)
+
+
+def test_code_runs(tmp_path):
+    """All blocks in one process, each page's after another; what they take for granted is in the script."""
+    done = subprocess.run(
+        warmed(sys.executable, ROOT / "tests" / "page_blocks.py", tmp_path),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert f"{len(list(python_blocks())) - 1} blocks ran, 0 failed" in done.stdout, "all but the notebook"
+
+
+def test_the_first_script_of_the_readme_does_what_is_said_below_it(tmp_path):
+    (script,) = (match[2] for match in FENCE.finditer(README) if match[1] == "python")
+    assert "4800" in script
+    (tmp_path / "first.py").write_text(script.replace("4800", "1920"))
+    command, env = warmed(sys.executable, tmp_path / "first.py"), {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    splits = [(int(a), int(b)) for a, b in re.findall(r"^0 \d+ \((\d+), (\d+)\) ", done.stdout, re.M)]
+    assert splits[0] == (40, 40), done.stdout
+    assert len(splits) > 1
+    assert all(sum(split) == 80 for split in splits)
+    assert splits[-1][0] > 50
 
 
 def sessions():

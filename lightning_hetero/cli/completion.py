@@ -9,7 +9,7 @@ from lightning_hetero.cli._parser import Command, Parser, build_parser
 __all__ = ["SHELLS", "add_options", "completed", "run"]
 
 SHELLS = ("bash", "zsh", "tcsh")
-FILES = ("cluster", "config_file", "output", "picture", "script", "training_script")
+FILES = ("a", "b", "cluster", "config_file", "output", "picture", "png", "record", "script", "trace", "training_script")
 """Options and arguments after which a shell offers files."""
 
 

@@ -180,6 +180,19 @@ def test_progress_bar_shows_the_split(cls):
     assert not left_elsewhere
 
 
+def _gained(rank):
+    bar = Shown()
+    fit(rank, {"replan": 4}, 2, 4, dataset=Points(120), callbacks=[bar], enable_progress_bar=True, max_epochs=1)
+    return bar.seen
+
+
+def test_progress_bar_shows_idle_time_and_the_speed_over_even_sizes():
+    seen, _ = run_ranks(_gained, 2)
+    assert "idle" not in seen[0], "nothing was measured yet"
+    assert re.fullmatch(r"\d+%", seen[-1]["idle"])
+    assert re.fullmatch(r"\d+\.\d\dx", seen[-1]["vs even"])
+
+
 def test_progress_bar_of_one_process_is_as_it_was():
     ((shown, _),) = run_ranks(_bars, 1, Shown, 1)
     assert set(shown) == {None}

@@ -179,6 +179,8 @@ def test_bash_completes_commands_options_and_files(bash, tmp_path, monkeypatch):
     assert "--hetero_policy" in bash("launch", "--hetero_p")
     assert "--num_processes" in bash("launch", "--num_p")
     assert bash("profile", "tr") == ["train.py"]
+    for words in (("report",), ("report", "run", "--png"), ("report", "run", "--trace"), ("compare",)):
+        assert bash(*words, "tr") == ["train.py"], words
 
 
 @pytest.mark.parametrize("shell", ["zsh", "tcsh"])

@@ -26,6 +26,9 @@ def test_every_kind_and_field_is_in_the_page():
         assert set(meanings) == {one.name for one in fields(cls)}, "each field is described, and nothing else"
         assert all(meanings.values())
     assert ">>>" not in PAGE
+    (front_ends,) = re.findall(r"^\| `front_end` .*$", PAGE, re.M)
+    named = {"Trainer", "Fabric", "Accelerate", "Transformers", "own loop"}
+    assert set(re.findall(r'`"([^"]+)"`', front_ends)) == named, "each is recorded in tests/test_run_report.py"
     assert re.search(r"^\| `version` \| integer >= 1 \| always there \| version of the schema. \|$", PAGE, re.M)
 
 

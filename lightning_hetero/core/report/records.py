@@ -61,7 +61,8 @@ class RunHeader:
     Args:
         started: Unix time in whole seconds.
         package: version of this package.
-        front_end: what runs the training loop: ``"Trainer"``, ``"Fabric"``, ``"Accelerate"`` or ``"own loop"``.
+        front_end: what runs the training loop: ``"Trainer"``, ``"Fabric"``, ``"Accelerate"``, ``"Transformers"`` or
+            ``"own loop"``.
         strategy: name of the strategy.
         policy: name of the policy.
         workers: all workers.

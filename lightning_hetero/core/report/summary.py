@@ -112,10 +112,9 @@ def _lines(figures: RunFigures) -> Iterator[str]:
     changed = [one for one in run.changes if one.reason]
     if run.gains:
         gain = run.gains[-1]
-        yield (
-            f"newest measured change: step {gain.before * 1e3:.4g} -> {gain.after * 1e3:.4g} ms at epoch {gain.epoch} "
-            f"step {gain.step}"
-        )
+        predicted = f" (predicted {gain.predicted * 1e3:.4g})" if math.isfinite(gain.predicted) else ""
+        times = f"{gain.before * 1e3:.4g} -> {gain.after * 1e3:.4g} ms{predicted}"
+        yield f"newest measured change: step {times} at epoch {gain.epoch} step {gain.step}"
     if changed:
         newest = changed[-1]
         sizes = "/".join(map(str, newest.sizes[:MAX_ROWS])) + ("/..." if len(newest.sizes) > MAX_ROWS else "")

@@ -1,5 +1,6 @@
 """The summary of a run: every number in it is one of the record."""
 
+import math
 import re
 from dataclasses import replace
 
@@ -37,7 +38,9 @@ def test_the_lines_say_what_was_decided_and_why():
     assert "optimum of the time model" in text
     assert "the split stays: optimum: runs already" in text
     assert "1 straggler, 0.1 s lost; most by rank 1 (data)" in text
-    assert re.search(r"newest measured change: step [\d.]+ -> [\d.]+ ms at epoch 0 step 20", text)
+    assert re.search(r"newest measured change: step [\d.]+ -> [\d.]+ ms \(predicted [\d.]+\) at epoch 0 step 20", text)
+    unknown = replace(a_run(), gains=tuple(replace(one, predicted=math.nan) for one in a_run().gains))
+    assert re.search(r"newest measured change: step [\d.]+ -> [\d.]+ ms at epoch 0 step 20", summary_of(unknown).text())
 
 
 def test_the_line_on_steps_has_the_figures():
