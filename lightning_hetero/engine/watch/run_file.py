@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Container
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,11 +66,11 @@ class RunFile:
         except OSError as error:
             self._give_up(error)
             return
-        self._append("".join(as_line(one) for one in self._records))
+        self._append(b"".join(map(_line, self._records)))
 
     def write(self, record: Record) -> None:
         """Add a record."""
-        line = as_line(record)
+        line = _line(record)
         self._records.append(record)
         self._sizes.append(len(line))
         if sum(self._sizes) > self.max_bytes and not isinstance(record, EndRecord):
@@ -77,12 +78,12 @@ class RunFile:
         else:
             self._append(line)
 
-    def _append(self, text: str) -> None:
+    def _append(self, lines: bytes) -> None:
         if self.path is None:
             return
         try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(text)
+            with open(self.path, "ab") as file:
+                file.write(lines)
         except OSError as error:
             self._give_up(error)
 
@@ -101,7 +102,7 @@ class RunFile:
         for i, following in merged.items():
             self._records[following] = _merged(rounds[i], rounds[following])
         self._records = [one for i, one in enumerate(self._records) if i not in drop]
-        self._sizes = [len(as_line(one)) for one in self._records]
+        self._sizes = [len(_line(one)) for one in self._records]
         self._rewrite()
 
     def _size_without(self, drop: Container[int]) -> int:
@@ -115,10 +116,11 @@ class RunFile:
         try:
             with open(self.path, "rb") as old, open(new, "wb") as file:
                 file.write(old.read(self._before))
-                file.write("".join(as_line(one) for one in self._records).encode())
+                file.write(b"".join(map(_line, self._records)))
             os.replace(new, self.path)
         except OSError as error:
-            new.unlink(missing_ok=True)
+            with suppress(OSError):  # such as that of a disk that can only be read by now
+                new.unlink()
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
@@ -130,6 +132,11 @@ class RunFile:
             error,
         )
         self.path = None
+
+
+def _line(record: Record) -> bytes:
+    """Return the line of a record; what no encoding has, such as a command's bytes that are no text, becomes ``?``."""
+    return as_line(record).encode(errors="replace")
 
 
 def _same_split(one: RoundRecord, other: RoundRecord) -> bool:

@@ -1,6 +1,8 @@
 """The file of a record: complete, bounded, readable at any moment, and no danger to the run."""
 
 import errno
+import math
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -122,6 +124,54 @@ def test_figures_of_a_thinned_run_are_those_of_the_whole(max_bytes):
     assert RunFigures(replace(a.run, rounds=tuple(steady))).step_time != pytest.approx(a.step_time, rel=0.03)
 
 
+def thinned_once(rounds):
+    """A file for which the last of some rounds is one too many."""
+    lines = [header(2), *rounds]
+    file = RunFile(max_bytes=sum(len(as_line(one)) for one in lines) - 1)
+    for one in lines:
+        file.write(one)
+    return file
+
+
+def test_two_rounds_become_one_with_the_means_over_their_steps():
+    busy = ("data", "forward", "backward", "optimizer", "sync")
+    once = {name: (0.1 + i, 0.2) for i, name in enumerate(busy)} | {"step_time": 0.4, "link": 0.04}
+    again = {name: (0.5 + i, 0.2) for i, name in enumerate(busy)} | {"step_time": 0.8, "link": 0.08}
+    mean = {name: (0.4 + i, 0.2) for i, name in enumerate(busy)} | {"step_time": 0.7, "link": 0.07}
+    once, again = once | {"predicted": 0.5, "even": 1.2}, again | {"predicted": 0.9, "even": 1.6}
+    mean |= {"predicted": 0.8, "even": 1.5}
+    part = mean | {"data": (0.1, 0.2), "even": 1.2}  # one round does not know these of the first worker, and at all
+    made = [RoundRecord(float(i), 0, 9 * i, (30, 10)[i % 2], 8, (8, 8), kept=f"round {i}", **again) for i in range(9)]
+    made[1] = replace(made[1], timed=5, **once)
+    made[3] = replace(made[3], **once)
+    made[4] = replace(made[4], **again | {"data": (math.nan, 0.2), "even": math.nan})
+    made[5] = RoundRecord(5.0, 0, 45, 10, 0, (8, 8))
+    made[8] = RoundRecord(8.0, 0, 72, 0, 0, (8, 8), kept="round 8")
+    file = thinned_once(made)
+    first, means, partial, untimed_first, untimed_last = file.run.rounds
+    assert first == made[0]
+    assert (means.time, means.step, means.count, means.timed, means.kept) == (2.0, 18, 40, 13, "round 2")
+    for name, value in mean.items():
+        assert getattr(means, name) == pytest.approx(value), name
+    for name, value in part.items():
+        assert getattr(partial, name) == pytest.approx(value), name
+    assert untimed_first == replace(made[6], count=40)
+    assert untimed_last == replace(made[7], time=8.0, step=72, count=10, timed=8, kept="round 8")
+    assert file.dropped == 4
+
+
+def test_the_newest_round_stays_as_it_is_beside_an_odd_one():
+    made = [replace(a_round(i), kept=f"round {i}" * 20) for i in range(10)]
+    assert [one.step for one in thinned_once(made).run.rounds] == [0, 2, 4, 6, 8, 9]
+
+
+@pytest.mark.parametrize("other", [{"sizes": (10, 6)}, {"accumulation": 2}])
+def test_rounds_of_two_splits_are_kept_apart_as_long_as_there_is_space(other):
+    made = [replace(a_round(i), kept=f"round {i}" * 20) for i in range(11)]
+    made = [replace(one, **other) if one.step >= 4 else one for one in made]
+    assert [one.step for one in thinned_once(made).run.rounds] == [0, 2, 3, 4, 6, 8, 10]
+
+
 def test_lines_that_are_dropped_are_counted(tmp_path):
     file = RunFile(max_bytes=4000)
     file.write(header(2))
@@ -151,14 +201,27 @@ def test_changes_outlive_rounds(tmp_path):
     assert len(read(tmp_path).changes) == 10
 
 
-def test_many_changes_are_bounded_as_well(tmp_path):
+@pytest.mark.parametrize("reason", ["why", "größer, schneller"])
+def test_many_changes_are_bounded_as_well(tmp_path, reason):
     file = RunFile(max_bytes=4000)
     file.write(header(2))
     file.open(tmp_path)
     for i in range(1000):
-        file.write(ChangeRecord(float(i), 0, i, (8, 8), "why"))
-    assert (tmp_path / NAME).stat().st_size <= 4000
+        file.write(ChangeRecord(float(i), 0, i, (8, 8), reason))
+        assert (tmp_path / NAME).stat().st_size <= 4000
     assert read(tmp_path).changes[-1].step == 999
+
+
+@pytest.mark.parametrize("max_bytes", [10**6, 900])
+def test_a_command_whose_bytes_are_no_text_is_recorded(tmp_path, max_bytes):
+    """Python reads such bytes of a command line as characters that no file can have."""
+    file = RunFile(max_bytes)
+    file.write(header(2, command=("train.py", "caf\udce9")))
+    file.open(tmp_path)
+    for i in range(20):
+        file.write(a_round(i))
+    assert read(tmp_path).header.command == ("train.py", "caf?")
+    assert read(tmp_path).rounds == file.run.rounds
 
 
 def test_the_last_line_is_always_written(tmp_path):
@@ -175,6 +238,18 @@ def test_a_file_where_the_folder_should_be_ends_the_file_alone(tmp_path, caplog)
     (message,) = caplog.messages
     assert "cannot be written" in message
     assert "Training goes on" in message
+
+
+def test_a_folder_that_is_gone_when_lines_are_too_many_ends_the_file_alone(tmp_path, caplog):
+    """Not even what is left of writing the file anew can be removed then."""
+    lines = [header(2), *map(a_round, range(5))]
+    file = written(tmp_path / "logs", rounds=4, max_bytes=sum(len(as_line(one)) for one in lines) - 1)
+    shutil.rmtree(tmp_path / "logs")
+    (tmp_path / "logs").write_text("not a folder")
+    file.write(a_round(4))
+    assert file.path is None
+    assert [one.step for one in file.run.rounds] == [0, 2, 4]
+    assert "cannot be written" in caplog.text
 
 
 @pytest.mark.parametrize("moment", ["append", "rewrite", "replace"])
