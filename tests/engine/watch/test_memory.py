@@ -1,5 +1,8 @@
 """Each rank tells the others the most memory that it has used."""
 
+import math
+import sys
+
 import numpy as np
 import torch
 
@@ -19,5 +22,10 @@ def test_a_cpu_worker_tells_the_memory_of_its_process():
 
 
 def test_a_gpu_worker_tells_the_memory_of_its_tensors(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 123)
-    assert MemoryUse(torch.device("cuda", 0)).pack().tolist() == [123.0]
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 123 + torch.device(device).index)
+    assert MemoryUse(torch.device("cuda", 2)).pack().tolist() == [125.0]
+
+
+def test_where_the_system_does_not_say_it_is_not_known(monkeypatch):
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert math.isnan(MemoryUse(torch.device("cpu")).pack()[0])

@@ -66,12 +66,15 @@ def test_a_second_run_follows_the_first(tmp_path):
     assert (tmp_path / NAME).read_text().count('"kind":"run"') == 2
 
 
-def test_a_run_that_was_killed_inside_a_line_does_not_swallow_the_next(tmp_path):
+@pytest.mark.parametrize("cut", [7, 1])
+@pytest.mark.parametrize(("max_bytes", "rounds"), [(10**6, 3), (900, 20)])
+def test_a_run_that_was_killed_inside_a_line_does_not_swallow_the_next(tmp_path, cut, max_bytes, rounds):
     written(tmp_path, rounds=2)
     whole = (tmp_path / NAME).read_text(encoding="utf-8")
-    (tmp_path / NAME).write_text(whole[:-7], encoding="utf-8")
-    written(tmp_path, rounds=3)
-    assert len(read(tmp_path).rounds) == 3
+    (tmp_path / NAME).write_text(whole[:-cut], encoding="utf-8")
+    file = written(tmp_path, rounds=rounds, max_bytes=max_bytes)
+    assert read(tmp_path).rounds == file.run.rounds
+    assert len(file.run.rounds) + file.dropped == rounds
     assert (tmp_path / NAME).read_text(encoding="utf-8").count('{"kind":"run"') == 2
 
 
@@ -147,8 +150,9 @@ def test_two_rounds_become_one_with_the_means_over_their_steps():
     made[4] = replace(made[4], **again | {"data": (math.nan, 0.2), "even": math.nan})
     made[5] = RoundRecord(5.0, 0, 45, 10, 0, (8, 8))
     made[8] = RoundRecord(8.0, 0, 72, 0, 0, (8, 8), kept="round 8")
+    made += [RoundRecord(i, 0, 72, 0, 0, (8, 8), even=i, kept="no step") for i in (9.0, 10.0)]
     file = thinned_once(made)
-    first, means, partial, untimed_first, untimed_last = file.run.rounds
+    first, means, partial, untimed_first, untimed_last, no_step = file.run.rounds
     assert first == made[0]
     assert (means.time, means.step, means.count, means.timed, means.kept) == (2.0, 18, 40, 13, "round 2")
     for name, value in mean.items():
@@ -157,12 +161,30 @@ def test_two_rounds_become_one_with_the_means_over_their_steps():
         assert getattr(partial, name) == pytest.approx(value), name
     assert untimed_first == replace(made[6], count=40)
     assert untimed_last == replace(made[7], time=8.0, step=72, count=10, timed=8, kept="round 8")
-    assert file.dropped == 4
+    assert no_step == made[10]
+    assert file.dropped == 5
 
 
 def test_the_newest_round_stays_as_it_is_beside_an_odd_one():
     made = [replace(a_round(i), kept=f"round {i}" * 20) for i in range(10)]
     assert [one.step for one in thinned_once(made).run.rounds] == [0, 2, 4, 6, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("made", "kept"),
+    [
+        ([replace(a_round(i), sizes=(8 + (i > 2) * i, 8), kept="why " * 20) for i in range(9)], [0, 2, 4, 6, 8]),
+        (
+            [a_round(0), *(ChangeRecord(1.0, 0, i, (8, 8), "why " * 20) for i in range(9)), a_round(9)],
+            [0, 4, 5, 6, 7, 8, 9],
+        ),
+    ],
+)
+def test_a_file_that_is_full_is_so_no_more_for_a_while(made, kept):
+    """One pair of rounds of the same split is not enough, nor are two rounds; of the rest, the older half goes."""
+    file = thinned_once(made)
+    assert sorted(one.step for one in (*file.run.rounds, *file.run.changes)) == kept
+    assert file.dropped == len(made) - len(kept)
 
 
 @pytest.mark.parametrize("other", [{"sizes": (10, 6)}, {"accumulation": 2}])
@@ -228,6 +250,7 @@ def test_the_last_line_is_always_written(tmp_path):
     file = written(tmp_path, rounds=3, max_bytes=sum(len(as_line(one)) for one in (header(2), *map(a_round, range(3)))))
     file.write(EndRecord(1.0, 0, 3, 3))
     assert read(tmp_path).end is not None
+    assert len(read(tmp_path).rounds) == 3
 
 
 def test_a_file_where_the_folder_should_be_ends_the_file_alone(tmp_path, caplog):

@@ -65,6 +65,34 @@ def test_what_the_policy_predicts_is_kept():
     assert (one.predicted, one.error, one.even) == (0.123, 0.001, 0.3)
 
 
+def test_a_round_has_no_predictions_of_an_earlier_one():
+    """Neither without a step, nor where the user gives the plan: the split is another one by then."""
+    run = Run()
+    run.round(seen((0.08, 0.08, 0.24)))
+    run.round(StepObservations.empty(3), UNEVEN)
+    run.round(seen((0.08, 0.08, 0.24)))
+    run.round(seen((0.12, 0.12, 0.15), UNEVEN), UNEVEN, even=math.nan)
+    rounds = run.watch.run.rounds
+    assert [math.isfinite(one.predicted) for one in rounds] == [True, False, True, False]
+    assert [len(one.nodes) for one in rounds] == [3, 0, 3, 0]
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_last_round_has_its_own_predictions_even_if_there_was_no_time(monkeypatch, given):
+    work = itertools.count(0.0, 0.05)
+    monkeypatch.setattr(watch, "TimeBudget", lambda: TimeBudget(clock=lambda: 0.0, work=lambda: next(work)))
+    run = Run()
+    run.round(seen((0.08, 0.08, 0.24)))
+    run.round(seen((0.16, 0.16, 0.48)))
+    run.round(seen((0.3, 0.3, 0.9)), even=math.nan if given else None)
+    record = run.watch.finish()
+    one = record.rounds[-1]
+    assert (one.step, record.end.dropped) == (24, 2)
+    assert [len(one.nodes), math.isfinite(one.predicted), math.isfinite(one.even)] == [0 if given else 3] + 2 * [
+        not given
+    ]
+
+
 def test_a_change_is_recorded_measured_and_logged(caplog):
     caplog.set_level("INFO", logger="lightning_hetero")
     run, entry = Run(), PlanEntry(0, 9, UNEVEN, "faster")
