@@ -58,7 +58,7 @@ class RunWatch:
         self._times, self._gains, self._steps, self._at = TimeModelWatch(), GainMeter(), 0, (0, 0)
         self._known = UNKNOWN  # of the round under way
         self._learn: Callable[[], KnownTimes] | None = None  # of the round under way, if there was no time for it
-        self._late = self._learn  # that of the newest round
+        self._late: Callable[[], KnownTimes] | None = None  # that of the newest round
         self._earlier = 0  # steps of earlier runs
 
     # at the begin

@@ -100,3 +100,4 @@ def test_lines_are_short():
         "epoch 0 step 9: step 273 -> 241 ms measured (predicted 244 ms)"
     )
     assert Gain(entry(*UNEVEN), 0.0091234, 0.0081234).describe() == "epoch 0 step 9: step 9.12 -> 8.12 ms measured"
+    assert Gain(entry(*UNEVEN), 2.5, 0.0512).describe() == "epoch 0 step 9: step 2500 -> 51.2 ms measured"
