@@ -20,6 +20,8 @@ REMAINS = 0.75
 """Share of the budget that thinning leaves at most."""
 MEANS = ("step_time", "data", "forward", "backward", "optimizer", "sync", "link", "predicted", "even")
 """Fields of a round of which a merged one has the mean."""
+NEWEST = ("error", "nodes", "gamma", "t_o", "t_u", "jitter", "sample")
+"""Fields of a round of which a merged one has the newest that is known."""
 
 
 class RunFile:
@@ -149,18 +151,28 @@ def _merged(one: RoundRecord, following: RoundRecord) -> RoundRecord:
     whole = replace(following, count=sum(counts))
     if not _same_split(one, following):
         return whole
-    means = {name: _mean((getattr(one, name), getattr(following, name)), counts) for name in MEANS}
-    return replace(whole, timed=one.timed + following.timed, **means)
+    values = {name: (getattr(one, name), getattr(following, name)) for name in (*MEANS, *NEWEST)}
+    means = {name: _mean(values[name], counts) for name in MEANS}
+    newest = {name: _newest(values[name]) for name in NEWEST}
+    return replace(whole, timed=one.timed + following.timed, **means, **newest)
 
 
 def _mean(values: tuple[Any, Any], counts: tuple[int, int]) -> Any:
     """Return the mean over steps, by worker where there is a value for each; one that is not known does not count."""
     if all(isinstance(value, tuple) and value for value in values):
         return tuple(_mean(pair, counts) for pair in zip(*values, strict=True))
-    known = [value for value in values if value != () and value == value]
-    if len(known) < 2 or not sum(counts):
-        return known[-1] if known else values[-1]
+    if not all(map(_is_known, values)) or not sum(counts):
+        return _newest(values)
     return (values[0] * counts[0] + values[1] * counts[1]) / sum(counts)
+
+
+def _newest(values: tuple[Any, Any]) -> Any:
+    """Return the second of two values, unless only the first one is known."""
+    return values[0] if _is_known(values[0]) and not _is_known(values[1]) else values[1]
+
+
+def _is_known(value: Any) -> bool:
+    return bool(value != () and value == value)
 
 
 def _end_line(path: Path) -> int:
