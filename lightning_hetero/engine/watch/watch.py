@@ -56,8 +56,8 @@ class RunWatch:
         self.speed_up = math.nan
         self.devices: Sequence[str] = ()
         self._times, self._gains, self._steps, self._at = TimeModelWatch(), GainMeter(), 0, (0, 0)
-        self._known = UNKNOWN  # of the round under way
-        self._learn: Callable[[], KnownTimes] | None = None  # of the round under way, if there was no time for it
+        self._known = UNKNOWN  # of the coming round
+        self._learn: Callable[[], KnownTimes] | None = None  # of the coming round, if there was no time for it
         self._late: Callable[[], KnownTimes] | None = None  # that of the newest round
         self._earlier = 0  # steps of earlier runs
 
