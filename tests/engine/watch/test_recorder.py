@@ -9,6 +9,7 @@ import pytest
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.report.json_lines import as_line
+from lightning_hetero.core.report.lost_time import straggler_spans
 from lightning_hetero.core.report.records import ChangeRecord, EndRecord, GainRecord, RoundRecord, StragglerRecord
 from lightning_hetero.core.report.summary import summary_of
 from lightning_hetero.core.stragglers.detector import Straggler
@@ -204,6 +205,8 @@ def busy(rounds, may, **more):
         recorder.round(seen(), PLAN, (0, 8 * i + 7), 8, 1, even=0.1 * i, kept=f"round {i}")
         with recorder.budget.working():
             work.now -= 0.0 if i in may else 1000.0
+    clock.now += 5.0
+    recorder.straggler(Straggler(1, "data", 0, 0.1, 0.1, lost=2.0, relieved="run ended"), (0, 8 * rounds))
     recorder.end((0, 8 * rounds), 8 * rounds, "finished", (), even=9.0)
     return recorder.run
 
@@ -220,11 +223,13 @@ def test_a_round_counts_the_steps_of_those_left_out_before_it():
 
 def test_a_last_round_without_time_is_written_at_the_end_with_what_is_known_by_then():
     run = busy(4, {0})
-    assert [(one.step, one.count, one.even, one.kept) for one in run.rounds] == [
-        (7, 8, 0.0, "round 0"),
-        (31, 24, 9.0, "round 3"),
+    assert [(one.time, one.step, one.count, one.even, one.kept) for one in run.rounds] == [
+        (10_000.0, 7, 8, 0.0, "round 0"),
+        (40_000.0, 31, 24, 9.0, "round 3"),
     ]
-    assert run.end.dropped == 2
+    assert (run.end.time, run.end.dropped) == (40_005.0, 2)
+    (span,) = straggler_spans(run)
+    assert span.first == 1, "a straggler that the run ends was there in its last round"
 
 
 def test_rounds_left_out_may_have_steps_of_an_earlier_run():
