@@ -92,18 +92,19 @@ def test_the_newest_round_stays_as_it_is_beside_an_odd_one():
     assert [one.step for one in thinned_once(made).run.rounds] == [0, 2, 4, 6, 8, 9]
 
 
+LONG = [ChangeRecord(1.0, 0, i, (8, 8), "why " * 20) for i in range(1, 10)]
+
+
 @pytest.mark.parametrize(
     ("made", "kept"),
     [
         ([replace(a_round(i), sizes=(8 + (i > 2) * i, 8), kept="why " * 20) for i in range(9)], [0, 2, 4, 6, 8]),
-        (
-            [a_round(0), *(ChangeRecord(1.0, 0, i, (8, 8), "why " * 20) for i in range(9)), a_round(9)],
-            [0, 4, 5, 6, 7, 8, 9],
-        ),
+        ([a_round(0), *LONG, a_round(10)], [0, 5, 6, 7, 8, 9, 10]),
+        ([a_round(0), *LONG, a_round(10), a_round(11)], [0, 5, 6, 7, 8, 9, 11]),
     ],
 )
 def test_a_file_that_is_full_is_so_no_more_for_a_while(made, kept):
-    """One pair of rounds of the same split is not enough, nor are two rounds; of the rest, the older half goes."""
+    """Rounds of two splits are merged where those of one do not suffice; then the older half of all else goes."""
     file = thinned_once(made)
     assert sorted(one.step for one in (*file.run.rounds, *file.run.changes)) == kept
     assert file.dropped == len(made) - len(kept)
