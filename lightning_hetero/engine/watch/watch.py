@@ -95,7 +95,6 @@ class RunWatch:
             running: plan under which the newest steps ran.
             context: conditions of the run.
         """
-        self._known, self._learn = UNKNOWN, None
         if not self.speaks or running is None or not observations.num_steps:
             return math.nan
         learn = partial(self._times.observe, planner, observations, running, context)

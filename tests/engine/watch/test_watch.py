@@ -9,6 +9,7 @@ import pytest
 from lightning_hetero.comm.agreement.round_result import RoundResult
 from lightning_hetero.core.batching.plan import PlanEntry
 from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.core.report.run_record import RunRecord
 from lightning_hetero.core.stragglers.detector import NOBODY
 from lightning_hetero.engine.watch import watch
@@ -42,6 +43,16 @@ def test_what_the_policy_predicts_is_kept():
     assert math.isnan(one.error)
     assert math.isnan(one.even)
     assert one.kept == ""
+
+
+def test_the_model_of_the_policy_comes_first():
+    run, fast, slow = Run(), seen((0.08, 0.08, 0.24)), seen((0.16, 0.16, 0.48))
+    planner = PerfModelPlanner().observe(fast, CONTEXT)
+    even = run.watch.even_step(planner, slow, EVEN, CONTEXT)
+    assert even == pytest.approx(planner.predict(EVEN, CONTEXT))
+    run.round(slow, even=even)
+    assert run.watch.newest.nodes == tuple(map(tuple, planner.cluster(CONTEXT).array.tolist()))
+    assert math.isnan(run.watch.newest.predicted), "the round says what the policy predicts, and it has said nothing"
 
 
 def test_a_round_has_no_predictions_of_an_earlier_one():
