@@ -80,6 +80,7 @@ def test_steps_are_sampled_in_full():
     assert sample.shape == (2, 2, len(RoundRecord.SAMPLED) + 2)
     assert sample[-1, 1, :9] == pytest.approx([getattr(values, name)[-1, 1] for name in StepObservations.FIELDS])
     assert sample[-1, :, 9:] == pytest.approx(values.bucket_ends[-1])
+    assert len(times_of(seen(workers=SAMPLED_WORKERS), (8,) * SAMPLED_WORKERS)["sample"]) == 2
     many = seen(workers=SAMPLED_WORKERS + 1)
     assert times_of(many, (8,) * (SAMPLED_WORKERS + 1))["sample"] == ()
 
