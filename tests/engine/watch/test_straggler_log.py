@@ -58,9 +58,10 @@ def test_rank_0_warns_of_workers_and_tells_of_all_else(caplog, rank):
     assert said == (expected if rank == 0 else [])
 
 
-def test_a_run_that_is_not_described_names_ranks_alone(caplog):
+@pytest.mark.parametrize(("described", "name"), [(True, "rank 0 (device 0)"), (False, "rank 0")])
+def test_a_run_that_is_not_described_names_ranks_alone(caplog, described, name):
     run = Run()
-    run.watch = RunWatch(0, 3, CPU)
-    for times in ((0.1, 0.1, 0.1),) * 2 + ((0.1, 0.1, 0.2),):
+    run.watch = run.watch if described else RunWatch(0, 3, CPU)
+    for times in ((0.1, 0.1, 0.1),) * 2 + ((0.2, 0.1, 0.1),):
         run.round(seen(times))
-    assert "rank 2 has made all others wait" in caplog.text
+    assert f"{name} has made all others wait" in caplog.text

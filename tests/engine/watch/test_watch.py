@@ -7,7 +7,7 @@ import math
 import pytest
 
 from lightning_hetero.comm.agreement.round_result import RoundResult
-from lightning_hetero.core.batching.plan import PlanEntry
+from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.core.report.run_record import RunRecord
@@ -146,6 +146,24 @@ def test_the_speed_is_that_of_the_steps_of_the_split_that_were_timed():
     assert math.isnan(run.watch.speed_up)
 
 
+def test_sizes_that_differ_by_the_remainder_are_equal():
+    run, plan = Run(), BatchPlan(25, (9, 8, 8))
+    run.round(seen((0.1, 0.1, 0.1), plan), plan, even=0.5)
+    assert run.watch.speed_up == 1.0
+
+
+@pytest.mark.parametrize("values", [seen((0.1, 0.1, 0.1)), StepObservations.empty(3)])
+def test_without_a_plan_a_step_or_a_model_no_speed_is_known(values):
+    run = Run()
+    run.round(values, EVEN, even=0.5 if values.num_steps == 0 else math.nan)
+    assert math.isnan(run.watch.speed_up)
+    run.round(values, None, even=0.5, entry=PlanEntry(0, 9, EVEN, "first"))
+    assert math.isnan(run.watch.speed_up)
+    assert math.isnan(run.watch.even_step(None, values, None, CONTEXT))
+    assert len(run.watch.run.rounds) == 1
+    assert run.watch.run.changes == ()
+
+
 def test_before_anything_there_is_no_straggler():
     assert Run().watch.metrics() == {"hetero/straggler": float(NOBODY), "hetero/lost_seconds": 0.0}
 
@@ -167,6 +185,7 @@ def test_a_run_ends_where_its_steps_end_and_the_next_one_is_a_run_of_its_own(tmp
     run.watch.describe(header(3), tmp_path)
     for times in ((0.1, 0.1, 0.1),) * 2 + ((0.1, 0.1, 0.2),):
         run.round(seen(times))
+    assert run.watch.path == tmp_path / "hetero_run.jsonl"
     first = run.watch.finish("finished", (0, 29), 30)
     assert (first.end.epoch, first.end.step, first.end.steps) == (0, 29, 30)
     assert run.watch.run is run.watch.newest is run.watch.path is None
