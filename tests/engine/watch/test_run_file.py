@@ -73,6 +73,13 @@ def test_a_second_run_follows_the_first(tmp_path):
     written(tmp_path, rounds=4)
     assert len(read(tmp_path).rounds) == 4
     assert (tmp_path / NAME).read_text().count('"kind":"run"') == 2
+    assert all((tmp_path / NAME).read_text().splitlines())
+
+
+def test_an_empty_file_is_written_to(tmp_path):
+    (tmp_path / NAME).touch()
+    file = written(tmp_path, rounds=2)
+    assert read(tmp_path) == file.run
 
 
 @pytest.mark.parametrize("cut", [7, 1])
@@ -157,7 +164,12 @@ def test_the_last_line_is_always_written(tmp_path):
 
 def test_a_file_where_the_folder_should_be_ends_the_file_alone(tmp_path, caplog):
     (tmp_path / "logs").write_text("not a folder")
-    file = written(tmp_path / "logs", rounds=6)
+    file = RunFile()
+    file.write(header(2))
+    file.open(tmp_path / "logs")
+    assert file.path is None
+    for i in range(6):
+        file.write(a_round(i))
     assert file.path is None
     assert len(file.run.rounds) == 6
     (message,) = caplog.messages
