@@ -112,7 +112,7 @@ class Recorder:
             known: further fields of the record.
         """
         elapsed += self._uncounted
-        write = partial(self._write_round, observations, plan, at, elapsed, accumulation)
+        write = partial(self._write_round, self.time, observations, plan, at, elapsed, accumulation)
         if not self.may:
             self.skipped, self._uncounted = self.skipped + 1, elapsed
             self._late = lambda more: write({**known, **more})
@@ -123,6 +123,7 @@ class Recorder:
 
     def _write_round(
         self,
+        time: float,
         observations: StepObservations,
         plan: BatchPlan,
         at: tuple[int, int],
@@ -133,7 +134,7 @@ class Recorder:
         earlier = max(observations.num_steps - elapsed, 0)  # steps of an earlier run of the same engine
         own = observations.rows(slice(earlier, None)) if earlier else observations
         record = RoundRecord(
-            time=self.time,
+            time=time,
             epoch=at[0],
             step=at[1],
             count=max(elapsed, 0),

@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Container
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ REMAINS = 0.75
 """Share of the budget that thinning leaves at most."""
 MEANS = ("step_time", "data", "forward", "backward", "optimizer", "sync", "link", "predicted", "even")
 """Fields of a round of which a merged one has the mean."""
+NEWEST = ("error", "nodes", "gamma", "t_o", "t_u", "jitter", "sample")
+"""Fields of a round of which a merged one has the newest that is known."""
 
 
 class RunFile:
@@ -65,11 +68,11 @@ class RunFile:
         except OSError as error:
             self._give_up(error)
             return
-        self._append("".join(as_line(one) for one in self._records))
+        self._append(b"".join(map(_line, self._records)))
 
     def write(self, record: Record) -> None:
         """Add a record."""
-        line = as_line(record)
+        line = _line(record)
         self._records.append(record)
         self._sizes.append(len(line))
         if sum(self._sizes) > self.max_bytes and not isinstance(record, EndRecord):
@@ -77,12 +80,12 @@ class RunFile:
         else:
             self._append(line)
 
-    def _append(self, text: str) -> None:
+    def _append(self, lines: bytes) -> None:
         if self.path is None:
             return
         try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(text)
+            with open(self.path, "ab") as file:
+                file.write(lines)
         except OSError as error:
             self._give_up(error)
 
@@ -101,7 +104,7 @@ class RunFile:
         for i, following in merged.items():
             self._records[following] = _merged(rounds[i], rounds[following])
         self._records = [one for i, one in enumerate(self._records) if i not in drop]
-        self._sizes = [len(as_line(one)) for one in self._records]
+        self._sizes = [len(_line(one)) for one in self._records]
         self._rewrite()
 
     def _size_without(self, drop: Container[int]) -> int:
@@ -115,10 +118,11 @@ class RunFile:
         try:
             with open(self.path, "rb") as old, open(new, "wb") as file:
                 file.write(old.read(self._before))
-                file.write("".join(as_line(one) for one in self._records).encode())
+                file.write(b"".join(map(_line, self._records)))
             os.replace(new, self.path)
         except OSError as error:
-            new.unlink(missing_ok=True)
+            with suppress(OSError):  # such as that of a disk that can only be read by now
+                new.unlink()
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
@@ -132,6 +136,11 @@ class RunFile:
         self.path = None
 
 
+def _line(record: Record) -> bytes:
+    """Return the line of a record; what no encoding has, such as a command's bytes that are no text, becomes ``?``."""
+    return as_line(record).encode(errors="replace")
+
+
 def _same_split(one: RoundRecord, other: RoundRecord) -> bool:
     return (one.sizes, one.accumulation) == (other.sizes, other.accumulation)
 
@@ -142,18 +151,28 @@ def _merged(one: RoundRecord, following: RoundRecord) -> RoundRecord:
     whole = replace(following, count=sum(counts))
     if not _same_split(one, following):
         return whole
-    means = {name: _mean((getattr(one, name), getattr(following, name)), counts) for name in MEANS}
-    return replace(whole, timed=one.timed + following.timed, **means)
+    values = {name: (getattr(one, name), getattr(following, name)) for name in (*MEANS, *NEWEST)}
+    means = {name: _mean(values[name], counts) for name in MEANS}
+    newest = {name: _newest(values[name]) for name in NEWEST}
+    return replace(whole, timed=one.timed + following.timed, **means, **newest)
 
 
 def _mean(values: tuple[Any, Any], counts: tuple[int, int]) -> Any:
     """Return the mean over steps, by worker where there is a value for each; one that is not known does not count."""
     if all(isinstance(value, tuple) and value for value in values):
         return tuple(_mean(pair, counts) for pair in zip(*values, strict=True))
-    known = [value for value in values if value != () and value == value]
-    if len(known) < 2 or not sum(counts):
-        return known[-1] if known else values[-1]
+    if not all(map(_is_known, values)) or not sum(counts):
+        return _newest(values)
     return (values[0] * counts[0] + values[1] * counts[1]) / sum(counts)
+
+
+def _newest(values: tuple[Any, Any]) -> Any:
+    """Return the second of two values, unless only the first one is known."""
+    return values[0] if _is_known(values[0]) and not _is_known(values[1]) else values[1]
+
+
+def _is_known(value: Any) -> bool:
+    return bool(value != () and value == value)
 
 
 def _end_line(path: Path) -> int:

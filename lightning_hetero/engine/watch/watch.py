@@ -28,6 +28,8 @@ __all__ = ["RunWatch"]
 
 log = logging.getLogger("lightning_hetero")
 
+UNKNOWN = KnownTimes(math.nan, {})
+
 
 class RunWatch:
     """Watch over the runs of an engine, one after another.
@@ -53,9 +55,10 @@ class RunWatch:
         self.recorder = Recorder(world_size, self._budget) if records and self.speaks else None
         self.speed_up = math.nan
         self.devices: Sequence[str] = ()
-        self._times, self._known = TimeModelWatch(), KnownTimes(math.nan, {})
-        self._gains, self._steps, self._at = GainMeter(), 0, (0, 0)
-        self._learn: Callable[[], KnownTimes] | None = None  # of the newest round, if there was no time for it
+        self._times, self._gains, self._steps, self._at = TimeModelWatch(), GainMeter(), 0, (0, 0)
+        self._known = UNKNOWN  # of the coming round
+        self._learn: Callable[[], KnownTimes] | None = None  # of the coming round, if there was no time for it
+        self._late: Callable[[], KnownTimes] | None = None  # that of the newest round
         self._earlier = 0  # steps of earlier runs
 
     # at the begin
@@ -96,10 +99,10 @@ class RunWatch:
             return math.nan
         learn = partial(self._times.observe, planner, observations, running, context)
         if not self._budget.may:
-            self._known, self._learn = KnownTimes(math.nan, {}), learn
+            self._learn = learn
             return math.nan
         with self._budget.working():
-            self._known, self._learn = learn(), None
+            self._known = learn()
         return self._known.even
 
     def observe(
@@ -116,6 +119,7 @@ class RunWatch:
             more: further fields of the round's record, for rank 0.
         """
         elapsed, self._steps, self._at = steps - self._steps, steps, at
+        known, self._late, self._known, self._learn = self._known, self._learn, UNKNOWN, None
         observations = done.observations
         events = self.detector.observe(observations, elapsed, accumulation)
         self.speed_up = _speed_up(observations, plan, done.even)
@@ -131,7 +135,7 @@ class RunWatch:
                 "predicted": math.nan if done.predicted is None else done.predicted,
                 "error": math.nan if done.error is None else done.error,
             }
-            fields = {**predicted, "even": done.even, "kept": done.kept or "", **self._known.model, **more}
+            fields = {**predicted, "even": done.even, "kept": done.kept or "", **known.model, **more}
             self.recorder.round(observations, plan, at, elapsed, accumulation, **fields)
         if done.entry is not None and plan is not None:
             self.changed(done.entry, plan)
@@ -175,7 +179,7 @@ class RunWatch:
         stragglers = list(self.detector.active.values())
         self.detector.active.clear()
         at, steps = self._at if at is None else at, self._steps if steps is None else steps
-        earlier, self._earlier, learn, self._learn = self._earlier, steps, self._learn, None
+        earlier, self._earlier, learn, self._late = self._earlier, steps, self._late, None
         recorder = self.recorder
         if recorder is None:
             return None
@@ -185,7 +189,7 @@ class RunWatch:
         for one in stragglers:
             one.end("run ended")
             recorder.straggler(one, at)
-        known = KnownTimes(math.nan, {}) if learn is None else learn()
+        known = UNKNOWN if learn is None else learn()
         recorder.end(at, steps - earlier, status, self.memory.everyone, even=known.even, **known.model)
         return recorder.run
 

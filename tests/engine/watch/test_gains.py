@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pytest
 
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.observations import StepObservations
@@ -44,11 +45,21 @@ def test_it_waits_for_enough_steps():
     assert math.isnan(gain.predicted)
 
 
-def test_medians_ignore_single_steps():
+@pytest.mark.parametrize("odd", [0.01, 9.0])
+def test_medians_ignore_single_steps(odd):
     meter = GainMeter()
-    meter.observe(seen((EVEN, [0.3, 0.3, 0.3, 9.0, 0.3])))
+    meter.observe(seen((EVEN, [0.3, 0.3, 0.3, odd, 0.3])))
     meter.changed(entry(*UNEVEN), EVEN)
-    assert meter.observe(seen((UNEVEN, [5.0, 0.2, 0.2, 0.2, 0.2]))) == Gain(entry(*UNEVEN), 0.3, 0.2)
+    assert meter.observe(seen((UNEVEN, [odd, 0.2, 0.2, 0.2, 0.2]))) == Gain(entry(*UNEVEN), 0.3, 0.2)
+
+
+def test_a_step_that_one_worker_did_not_time_does_not_count():
+    meter, values = GainMeter(), seen((UNEVEN, [0.1] + [0.2] * 3))
+    values.step_time[0, 1] = math.nan
+    meter.observe(seen((EVEN, [0.3] * 4)))
+    meter.changed(entry(*UNEVEN), EVEN)
+    assert meter.observe(values) is None
+    assert meter.observe(seen((UNEVEN, [0.2] * 4))) == Gain(entry(*UNEVEN), 0.3, 0.2)
 
 
 def test_another_total_is_no_gain():
@@ -56,6 +67,18 @@ def test_another_total_is_no_gain():
     meter.observe(seen((EVEN, [0.3] * 8)))
     meter.changed(entry(24, 8), EVEN)
     assert meter.observe(seen(((24, 8), [0.5] * 8))) is None
+    meter.changed(entry(20, 12), (24, 8))
+    assert meter.observe(seen(((20, 12), [0.4] * 8))) == Gain(entry(20, 12), 0.5, 0.4)
+
+
+def test_the_newest_steps_of_a_split_are_its_past():
+    """A split comes back after the steps that measured a change, and the next change is compared with these."""
+    meter = GainMeter()
+    meter.observe(seen((EVEN, [0.3] * 4)))
+    meter.changed(entry(*UNEVEN), EVEN)
+    assert meter.observe(seen((UNEVEN, [0.2] * 4), (EVEN, [0.35] * 4))) == Gain(entry(*UNEVEN), 0.3, 0.2)
+    meter.changed(entry(13, 3), EVEN)
+    assert meter.observe(seen(((13, 3), [0.25] * 4))) == Gain(entry(13, 3), 0.35, 0.25)
 
 
 def test_a_plan_that_is_replaced_at_once_is_compared_with_the_one_before():
@@ -77,3 +100,4 @@ def test_lines_are_short():
         "epoch 0 step 9: step 273 -> 241 ms measured (predicted 244 ms)"
     )
     assert Gain(entry(*UNEVEN), 0.0091234, 0.0081234).describe() == "epoch 0 step 9: step 9.12 -> 8.12 ms measured"
+    assert Gain(entry(*UNEVEN), 2.5, 0.0512).describe() == "epoch 0 step 9: step 2500 -> 51.2 ms measured"

@@ -1,6 +1,7 @@
 """The time model of a run is the policy's own, or one that only watches."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,6 +32,34 @@ def test_equal_sizes_are_predicted_whatever_the_policy(planner):
     assert known.even == pytest.approx(0.06, rel=0.05)
     assert np.array(known.model["nodes"])[:, 2] == pytest.approx([0.001, 0.003], rel=0.05)
     assert ("predicted" in known.model) == (planner is None or isinstance(planner, ProportionalPlanner))
+
+
+def test_the_fields_of_a_record_are_those_of_the_model():
+    """Also where the policy plans for another total by now: what is predicted is of the plan that ran."""
+    random = np.random.default_rng(0)
+    first, sync, last = (random.uniform(0.9, 1.1, SIZES.shape) * value for value in (0.004, 0.02, 0.008))
+    values = StepObservations(SIZES, 0.5 * BACKWARD, BACKWARD, first, sync, last, ZEROS + 0.09)
+    context = replace(CONTEXT, total_batch_size=80)
+    model = PerfModelPlanner().observe(values, context)
+    known, cluster = TimeModelWatch().observe(None, values, PLAN, context), model.cluster(context)
+    assert known.model["nodes"] == tuple(tuple(row) for row in cluster.array.tolist())
+    assert [known.model[name] for name in ("gamma", "t_o", "t_u")] == [cluster.gamma, cluster.t_o, cluster.t_u]
+    assert known.model["predicted"] == pytest.approx(model.predict(PLAN, context))
+    assert known.model["error"] == pytest.approx(model.error(PLAN, context))
+    assert known.even == pytest.approx(model.predict(BatchPlan(40, (20, 20)), context))
+    assert len({known.even, *(known.model[name] for name in ("gamma", "t_o", "t_u", "predicted", "error"))}) == 6
+
+
+def test_the_watching_model_keeps_what_it_has_learned():
+    """Times of two splits tell the fixed part of a step, which those of one do not."""
+    watch, backward = TimeModelWatch(), BACKWARD + 0.03
+    sizes = SIZES[:, ::-1]
+    other = StepObservations(sizes, ZEROS, sizes * [0.001, 0.003] + 0.03, ZEROS, ZEROS, ZEROS, ZEROS + 0.102)
+    for _ in range(3):
+        watch.observe(None, other, BatchPlan(40, (16, 24)), CONTEXT)
+    seen = StepObservations(SIZES, ZEROS, backward, ZEROS, ZEROS, ZEROS, ZEROS + backward.max())
+    assert watch.observe(None, seen, PLAN, CONTEXT).even == pytest.approx(0.09, rel=0.01)
+    assert TimeModelWatch().observe(None, seen, PLAN, CONTEXT).even != pytest.approx(0.09, rel=0.01)
 
 
 def test_the_watching_model_learns_from_round_to_round():

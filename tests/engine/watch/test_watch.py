@@ -4,45 +4,19 @@ import itertools
 import json
 import math
 
-import numpy as np
 import pytest
-import torch
 
 from lightning_hetero.comm.agreement.round_result import RoundResult
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.policies.base import PlanContext
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.core.report.run_record import RunRecord
 from lightning_hetero.core.stragglers.detector import NOBODY
 from lightning_hetero.engine.watch import watch
 from lightning_hetero.engine.watch.time_budget import TimeBudget
 from lightning_hetero.engine.watch.watch import RunWatch
+from tests.engine.watch.watched import CONTEXT, CPU, EVEN, UNEVEN, Run, seen
 from tests.recorded import header
-
-CPU = torch.device("cpu")
-CONTEXT = PlanContext(24, ("a", "b", "c"), (1, 1, 1))
-EVEN, UNEVEN = BatchPlan(24, (8, 8, 8)), BatchPlan(24, (9, 9, 6), step_time=0.2)
-
-
-def seen(backward, plan=EVEN, steps=8, link=0.01):
-    backward = np.tile(np.asarray(backward, dtype=float), (steps, 1))
-    sizes, zeros = np.tile(np.asarray(plan.local_batch_sizes, dtype=float), (steps, 1)), np.zeros_like(backward)
-    step = backward.max(axis=1, keepdims=True) + link
-    return StepObservations(sizes, zeros, backward, zeros, zeros, step - backward, zeros + step)
-
-
-class Run:
-    """One rank of a run that is watched."""
-
-    def __init__(self, rank=0, records=True):
-        self.watch, self.steps = RunWatch(rank, 3, CPU, records=records), 0
-        self.watch.describe(header(3), None)
-
-    def round(self, observations, plan=EVEN, entry=None, even=None, **more):
-        self.steps += 8
-        even = self.watch.even_step(None, observations, plan, CONTEXT) if even is None else even
-        done = RoundResult(None, observations, entry, None, even=even, kept=more.pop("kept", None))
-        self.watch.observe(done, plan, (0, self.steps), self.steps, 1, **more)
 
 
 def test_a_round_is_recorded_with_what_is_known():
@@ -63,6 +37,70 @@ def test_what_the_policy_predicts_is_kept():
     run.watch.observe(done, EVEN, (0, 8), 8, 1)
     one = run.watch.newest
     assert (one.predicted, one.error, one.even) == (0.123, 0.001, 0.3)
+    run.watch.observe(RoundResult(None, values, None, 0.124), EVEN, (0, 16), 16, 1)
+    one = run.watch.newest
+    assert one.predicted == 0.124
+    assert math.isnan(one.error)
+    assert math.isnan(one.even)
+    assert one.kept == ""
+
+
+def test_the_model_of_the_policy_comes_first():
+    run, fast, slow = Run(), seen((0.08, 0.08, 0.24)), seen((0.16, 0.16, 0.48))
+    planner = PerfModelPlanner().observe(fast, CONTEXT)
+    even = run.watch.even_step(planner, slow, EVEN, CONTEXT)
+    assert even == pytest.approx(planner.predict(EVEN, CONTEXT))
+    run.round(slow, even=even)
+    assert run.watch.newest.nodes == tuple(map(tuple, planner.cluster(CONTEXT).array.tolist()))
+    assert math.isnan(run.watch.newest.predicted), "the round says what the policy predicts, and it has said nothing"
+
+
+def test_a_round_has_no_predictions_of_an_earlier_one():
+    """Neither without a step, nor where the user gives the plan: the split is another one by then."""
+    run = Run()
+    run.round(seen((0.08, 0.08, 0.24)))
+    run.round(StepObservations.empty(3), UNEVEN)
+    run.round(seen((0.08, 0.08, 0.24)))
+    run.round(seen((0.12, 0.12, 0.15), UNEVEN), UNEVEN, even=math.nan)
+    rounds = run.watch.run.rounds
+    assert [math.isfinite(one.predicted) for one in rounds] == [True, False, True, False]
+    assert [len(one.nodes) for one in rounds] == [3, 0, 3, 0]
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_last_round_has_its_own_predictions_even_if_there_was_no_time(monkeypatch, given):
+    work = itertools.count(0.0, 0.05)
+    monkeypatch.setattr(watch, "TimeBudget", lambda: TimeBudget(clock=lambda: 0.0, work=lambda: next(work)))
+    run = Run()
+    run.round(seen((0.08, 0.08, 0.24)))
+    run.round(seen((0.16, 0.16, 0.48)))
+    run.round(seen((0.3, 0.3, 0.9)), even=math.nan if given else None)
+    record = run.watch.finish()
+    one = record.rounds[-1]
+    assert (one.step, record.end.dropped) == (24, 2)
+    assert [len(one.nodes), math.isfinite(one.predicted), math.isfinite(one.even)] == [0 if given else 3] + 2 * [
+        not given
+    ]
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_a_change_is_logged_on_one_rank_recorded_or_not(caplog, records):
+    caplog.set_level("INFO", logger="lightning_hetero")
+    for rank in (0, 1):
+        run = Run(rank, records)
+        run.round(seen((0.1, 0.1, 0.24)), entry=PlanEntry(0, 9, UNEVEN, "faster"))
+        run.round(seen((0.12, 0.12, 0.15), UNEVEN), UNEVEN)
+    assert [line for line in caplog.messages if line.startswith("the change of the split")] == [
+        "the change of the split at epoch 0 step 9: step 250 -> 160 ms measured (predicted 200 ms)"
+    ]
+
+
+def test_a_plan_of_the_same_sizes_has_no_gain():
+    run = Run()
+    run.round(seen((0.1, 0.1, 0.24)), entry=PlanEntry(0, 9, EVEN, "another reason"))
+    run.round(seen((0.1, 0.1, 0.2)))
+    assert [one.reason for one in run.watch.run.changes] == ["another reason"]
+    assert run.watch.run.gains == ()
 
 
 def test_a_change_is_recorded_measured_and_logged(caplog):
@@ -74,20 +112,6 @@ def test_a_change_is_recorded_measured_and_logged(caplog):
     (gain,) = run.watch.run.gains
     assert (gain.before, gain.after, gain.predicted) == (pytest.approx(0.25), pytest.approx(0.16), 0.2)
     assert "the change of the split at epoch 0 step 9: step 250 -> 160 ms measured (predicted 200 ms)" in caplog.text
-
-
-def test_a_straggler_is_logged_once_and_recorded(caplog):
-    caplog.set_level("INFO", logger="lightning_hetero")
-    run = Run()
-    for times in ((0.1, 0.1, 0.1),) * 2 + ((0.1, 0.1, 0.2),) * 3 + ((0.1, 0.1, 0.1),):
-        run.round(seen(times))
-    begin, end = run.watch.run.stragglers
-    assert (begin.event, begin.rank, begin.phase, begin.step) == ("begin", 2, "backward", 17)
-    assert (end.event, end.relieved, end.step) == ("end", "recovered", 48)
-    assert end.lost == pytest.approx(0.1 * 24)
-    lines = [line for line in caplog.messages if "rank 2" in line]
-    assert len(lines) == 2
-    assert "rank 2 (device 2) has made all others wait since epoch 0 step 17" in lines[0]
 
 
 def test_all_ranks_have_the_same_metrics_and_one_records():
@@ -111,6 +135,35 @@ def test_the_speed_over_equal_sizes_is_predicted_over_measured():
     assert "hetero/speed_up" not in run.watch.metrics()
 
 
+def test_the_speed_is_that_of_the_steps_of_the_split_that_were_timed():
+    run, values = Run(), seen((0.12, 0.12, 0.15), UNEVEN)
+    values.step_time[:2] = math.nan
+    values.step_time[4:], values.local_batch_sizes[4:] = 0.5, EVEN.local_batch_sizes
+    run.round(values, UNEVEN, even=0.32)
+    assert run.watch.speed_up == pytest.approx(0.32 / 0.16)
+    values.step_time[:4] = math.nan
+    run.round(values, UNEVEN, even=0.32)
+    assert math.isnan(run.watch.speed_up)
+
+
+def test_sizes_that_differ_by_the_remainder_are_equal():
+    run, plan = Run(), BatchPlan(25, (9, 8, 8))
+    run.round(seen((0.1, 0.1, 0.1), plan), plan, even=0.5)
+    assert run.watch.speed_up == 1.0
+
+
+@pytest.mark.parametrize("values", [seen((0.1, 0.1, 0.1)), StepObservations.empty(3)])
+def test_without_a_plan_a_step_or_a_model_no_speed_is_known(values):
+    run = Run()
+    run.round(values, EVEN, even=0.5 if values.num_steps == 0 else math.nan)
+    assert math.isnan(run.watch.speed_up)
+    run.round(values, None, even=0.5, entry=PlanEntry(0, 9, EVEN, "first"))
+    assert math.isnan(run.watch.speed_up)
+    assert math.isnan(run.watch.even_step(None, values, None, CONTEXT))
+    assert len(run.watch.run.rounds) == 1
+    assert run.watch.run.changes == ()
+
+
 def test_before_anything_there_is_no_straggler():
     assert Run().watch.metrics() == {"hetero/straggler": float(NOBODY), "hetero/lost_seconds": 0.0}
 
@@ -122,7 +175,8 @@ def test_a_run_ends_once():
     run.watch.memory.everyone = (1.0, 2.0, 3.0)
     record = run.watch.finish("RuntimeError: boom")
     assert (record.end.status, record.end.memory, record.end.steps) == ("RuntimeError: boom", (1.0, 2.0, 3.0), 24)
-    assert record.stragglers[-1].relieved == "run ended"
+    assert (record.end.epoch, record.end.step) == (0, 24)
+    assert (record.stragglers[-1].relieved, record.stragglers[-1].step) == ("run ended", 24)
     assert run.watch.finish() is None
 
 
@@ -131,6 +185,7 @@ def test_a_run_ends_where_its_steps_end_and_the_next_one_is_a_run_of_its_own(tmp
     run.watch.describe(header(3), tmp_path)
     for times in ((0.1, 0.1, 0.1),) * 2 + ((0.1, 0.1, 0.2),):
         run.round(seen(times))
+    assert run.watch.path == tmp_path / "hetero_run.jsonl"
     first = run.watch.finish("finished", (0, 29), 30)
     assert (first.end.epoch, first.end.step, first.end.steps) == (0, 29, 30)
     assert run.watch.run is run.watch.newest is run.watch.path is None
@@ -140,6 +195,7 @@ def test_a_run_ends_where_its_steps_end_and_the_next_one_is_a_run_of_its_own(tmp
     second = run.watch.finish("finished", (1, 20), 50)
     assert [(one.count, one.step) for one in second.rounds] == [(10, 40)]
     assert [(one.event, one.relieved) for one in second.stragglers] == [("begin", ""), ("end", "run ended")]
+    assert (second.stragglers[-1].epoch, second.stragglers[-1].step) == (1, 20)
     assert (second.end.steps, second.end.dropped) == (20, 0)
     lines = (tmp_path / "hetero_run.jsonl").read_text().splitlines()
     kinds = [json.loads(line)["kind"] for line in lines]
@@ -182,6 +238,12 @@ def test_predictions_take_their_share_of_the_time_and_no_more(monkeypatch, recor
     run = Run(records=records)
     known = [run.watch.even_step(None, seen((0.08, 0.08, 0.24)), EVEN, CONTEXT) for _ in range(4)]
     assert [math.isfinite(one) for one in known] == [True, False, False, False]
+    record = run.watch.finish()
+    run.watch.describe(header(3), None)
+    known = [run.watch.even_step(None, seen((0.08, 0.08, 0.24)), EVEN, CONTEXT) for _ in range(2)]
+    assert [math.isfinite(one) for one in known] == [True, False], "another run has a budget of its own"
+    for one in (record, run.watch.finish()) if records else ():
+        assert one.end.overhead == pytest.approx(0.05)
 
 
 def test_one_worker_is_not_watched():

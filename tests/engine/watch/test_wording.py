@@ -39,6 +39,9 @@ def test_the_link_is_no_rank():
     assert describe_straggler(Straggler(LINK, "link", 0, 0.05, 0.05), (0, 1)) == (
         "the link has been slower since epoch 0 step 1: this costs 50 ms of each step"
     )
+    assert describe_straggler(Straggler(LINK, "link", 0, 0.0, 0.05, lost=2.0, relieved="recovered"), (0, 9)) == (
+        "the link is no longer slower as of epoch 0 step 9: it has recovered; it has cost 2 s"
+    )
 
 
 def test_a_begin_that_was_not_timed_is_said_to_be_one():
