@@ -137,7 +137,7 @@ def test_the_speed_over_equal_sizes_is_predicted_over_measured():
 
 def test_the_speed_is_that_of_the_steps_of_the_split_that_were_timed():
     run, values = Run(), seen((0.12, 0.12, 0.15), UNEVEN)
-    values.step_time[:2] = math.nan
+    values.step_time[0], values.step_time[1] = math.nan, 5.0
     values.step_time[4:], values.local_batch_sizes[4:] = 0.5, (9, 8, 7)
     run.round(values, UNEVEN, even=0.32)
     assert run.watch.speed_up == pytest.approx(0.32 / 0.16)
@@ -252,3 +252,9 @@ def test_predictions_take_their_share_of_the_time_and_no_more(monkeypatch, recor
 
 def test_one_worker_is_not_watched():
     assert RunWatch(0, 1, CPU).recorder is None
+    assert RunWatch(0, 2, CPU).recorder is not None
+
+
+def test_a_run_without_a_round_ends_where_it_began():
+    end = Run().watch.finish("ValueError: odd").end
+    assert (end.epoch, end.step, end.steps, end.status) == (0, 0, 0, "ValueError: odd")
