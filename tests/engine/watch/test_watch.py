@@ -137,8 +137,8 @@ def test_the_speed_over_equal_sizes_is_predicted_over_measured():
 
 def test_the_speed_is_that_of_the_steps_of_the_split_that_were_timed():
     run, values = Run(), seen((0.12, 0.12, 0.15), UNEVEN)
-    values.step_time[:2] = math.nan
-    values.step_time[4:], values.local_batch_sizes[4:] = 0.5, EVEN.local_batch_sizes
+    values.step_time[0], values.step_time[1] = math.nan, 5.0
+    values.step_time[4:], values.local_batch_sizes[4:] = 0.5, (9, 8, 7)
     run.round(values, UNEVEN, even=0.32)
     assert run.watch.speed_up == pytest.approx(0.32 / 0.16)
     values.step_time[:4] = math.nan
@@ -150,6 +150,9 @@ def test_sizes_that_differ_by_the_remainder_are_equal():
     run, plan = Run(), BatchPlan(25, (9, 8, 8))
     run.round(seen((0.1, 0.1, 0.1), plan), plan, even=0.5)
     assert run.watch.speed_up == 1.0
+    plan = BatchPlan(24, (9, 8, 7))
+    run.round(seen((0.1, 0.1, 0.1), plan), plan, even=0.22)
+    assert run.watch.speed_up == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("values", [seen((0.1, 0.1, 0.1)), StepObservations.empty(3)])
@@ -186,6 +189,7 @@ def test_a_run_ends_where_its_steps_end_and_the_next_one_is_a_run_of_its_own(tmp
     for times in ((0.1, 0.1, 0.1),) * 2 + ((0.1, 0.1, 0.2),):
         run.round(seen(times))
     assert run.watch.path == tmp_path / "hetero_run.jsonl"
+    assert run.watch.recorder.folder == tmp_path
     first = run.watch.finish("finished", (0, 29), 30)
     assert (first.end.epoch, first.end.step, first.end.steps) == (0, 29, 30)
     assert run.watch.run is run.watch.newest is run.watch.path is None
@@ -248,3 +252,9 @@ def test_predictions_take_their_share_of_the_time_and_no_more(monkeypatch, recor
 
 def test_one_worker_is_not_watched():
     assert RunWatch(0, 1, CPU).recorder is None
+    assert RunWatch(0, 2, CPU).recorder is not None
+
+
+def test_a_run_without_a_round_ends_where_it_began():
+    end = Run().watch.finish("ValueError: odd").end
+    assert (end.epoch, end.step, end.steps, end.status) == (0, 0, 0, "ValueError: odd")
