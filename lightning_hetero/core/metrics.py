@@ -26,7 +26,7 @@ def plan_metrics(
     Args:
         observations: of all ranks.
         plan: plan under which the last of these steps ran.
-        predicted: predicted seconds of a step, ``None`` without a model.
+        predicted: seconds of a step as predicted before they ran, ``None`` without a model.
         accumulation: micro-batches of an optimizer step; compute times are per micro-batch, step times per step.
         error: standard error of ``predicted`` in seconds, ``None`` where it is not known.
 

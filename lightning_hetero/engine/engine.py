@@ -247,8 +247,9 @@ class HeteroEngine(EngineData):
 
     def metrics(self, done: RoundResult, plan: BatchPlan) -> dict[str, float]:
         """Return metrics of the steps up to a sync round, and of the traffic in them."""
-        metrics = plan_metrics(done.observations, plan, done.predicted, self.accumulation, done.error)
-        metrics |= self.rounds.watch.metrics()
+        watch = self.rounds.watch
+        predicted, error = (None if math.isnan(one) else one for one in watch.predictions.predicted)
+        metrics = plan_metrics(done.observations, plan, predicted, self.accumulation, error) | watch.metrics()
         for part in (self.hook_state.staleness, self.compression):
             metrics |= {} if part is None else part.metrics()
         return metrics

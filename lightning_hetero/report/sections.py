@@ -80,8 +80,8 @@ def sections_of(run: RunRecord, figures: RunFigures) -> list[Section]:
         Section(
             "steps",
             "Predicted against measured",
-            "The step of the running split by the time model at each sync round, as it was learned also by the steps "
-            "that are drawn beside it, with its standard error. The list of changes has what was predicted before.",
+            "Each step was predicted before it ran, by the time model of the round before. The band is its standard "
+            "error.",
             values=_known(("mean difference", number("model_error", model_error(run), "share")),
                           ("predicted at the end", number("predicted", figures.predicted, "seconds")),
                           ("even sizes would take", number("even", figures.even, "seconds"))),

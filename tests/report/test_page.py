@@ -340,13 +340,6 @@ def test_reasons_of_changes_are_listed_and_under_the_pointer(three):
     assert "it recovered" in page.text
 
 
-def test_it_is_said_that_a_prediction_knows_the_steps_beside_it(three):
-    """``decide_round`` predicts with the planner that has learned from the round; a change has what it did not know."""
-    _, page = three
-    assert "also by the steps that are drawn beside it" in page.text
-    assert page.text.index("predicted measured before and after") < page.text.index("also by the steps")
-
-
 def test_what_is_measured_has_a_figure(three):
     """Each panel is in the figure for wide screens and in that for narrow ones."""
     _, page = three

@@ -117,7 +117,8 @@ class RoundRecord:
         sync: seconds of the all-reduce after the backward pass, waiting for other workers included.
         link: least seconds of the all-reduce over all workers: what the last worker to arrive sees.
         jitter: relative deviation of single steps' computing times of each worker.
-        predicted: seconds of a step of the running split by the time model, NaN without a model.
+        predicted: seconds of a step of the running split as the time model predicted them at the round before, or when
+            the split was adopted; NaN without a model.
         error: standard error of ``predicted``.
         even: seconds of a step of equal sizes by the time model.
         nodes: ``(q, s, k, m)`` of each worker (C eq. 3), empty without a model.

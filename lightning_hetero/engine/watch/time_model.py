@@ -19,11 +19,15 @@ class KnownTimes:
 
     Args:
         even: predicted seconds of a step of equal sizes, NaN if unknown.
-        model: fields of a round's record: the coefficients of the model, and predictions that the policy lacks.
+        model: coefficients of the model, as fields of a round's record.
+        running: predicted seconds of a step of the running plan, if the policy predicts none itself; else NaN.
+        error: standard error of ``running``.
     """
 
     even: float
     model: dict[str, Any]
+    running: float = math.nan
+    error: float = math.nan
 
 
 class TimeModelWatch:
@@ -61,10 +65,10 @@ class TimeModelWatch:
                 "t_o": float(cluster.t_o),
                 "t_u": float(cluster.t_u),
             }
-        if not own:
-            model["predicted"] = _number(inner.predict(running, context))
-            model["error"] = _number(inner.error(running, context))
-        return KnownTimes(_number(predicted), model)
+        if own:
+            return KnownTimes(_number(predicted), model)
+        own_split = _number(inner.predict(running, context)), _number(inner.error(running, context))
+        return KnownTimes(_number(predicted), model, *own_split)
 
 
 def _number(value: float | None) -> float:

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from lightning_hetero.comm.agreement.round_result import RoundResult
@@ -19,6 +18,7 @@ from lightning_hetero.core.report.run_record import RunRecord
 from lightning_hetero.core.stragglers.detector import LINK, Straggler, StragglerDetector
 from lightning_hetero.engine.watch.gains import GainMeter
 from lightning_hetero.engine.watch.memory import MemoryUse
+from lightning_hetero.engine.watch.predictions import Predictions
 from lightning_hetero.engine.watch.recorder import Recorder
 from lightning_hetero.engine.watch.time_budget import TimeBudget
 from lightning_hetero.engine.watch.time_model import KnownTimes, TimeModelWatch
@@ -44,7 +44,7 @@ class RunWatch:
         detector: stragglers, the same on all ranks.
         memory: most memory of each rank.
         recorder: records of the run, or of the next one; ``None`` where nothing is recorded.
-        speed_up: speed over equal sizes at the newest sync round, NaN if unknown; the same on all ranks.
+        predictions: of steps, beside what they took; the same on all ranks.
         devices: names of the devices, for the log.
     """
 
@@ -53,7 +53,7 @@ class RunWatch:
         self.detector, self.memory = StragglerDetector(world_size), MemoryUse(device)
         self._budget = TimeBudget()
         self.recorder = Recorder(world_size, self._budget) if records and self.speaks else None
-        self.speed_up = math.nan
+        self.predictions = Predictions()
         self.devices: Sequence[str] = ()
         self._times, self._gains, self._steps, self._at = TimeModelWatch(), GainMeter(), 0, (0, 0)
         self._known = UNKNOWN  # of the coming round
@@ -122,7 +122,7 @@ class RunWatch:
         known, self._late, self._known, self._learn = self._known, self._learn, UNKNOWN, None
         observations = done.observations
         events = self.detector.observe(observations, elapsed, accumulation)
-        self.speed_up = _speed_up(observations, plan, done.even)
+        predicted, error = self.predictions.compare(done, plan, accumulation, (known.running, known.error))
         for one in events:
             self._tell_straggler(one, at, accumulation)
         gain = self._gains.observe(observations)
@@ -131,11 +131,8 @@ class RunWatch:
             if self.recorder is not None:
                 self.recorder.gain(gain)
         if self.recorder is not None and plan is not None:
-            predicted = {
-                "predicted": math.nan if done.predicted is None else done.predicted,
-                "error": math.nan if done.error is None else done.error,
-            }
-            fields = {**predicted, "even": done.even, "kept": done.kept or "", **known.model, **more}
+            fields = {"predicted": predicted, "error": error, "even": done.even, "kept": done.kept or ""}
+            fields |= {**known.model, **more}
             self.recorder.round(observations, plan, at, elapsed, accumulation, **fields)
         if done.entry is not None and plan is not None:
             self.changed(done.entry, plan)
@@ -160,8 +157,8 @@ class RunWatch:
     def metrics(self) -> dict[str, float]:
         """Return the metrics of stragglers, and the speed over equal sizes; the same on all ranks."""
         metrics = {"hetero/straggler": float(self.detector.worst), "hetero/lost_seconds": self.detector.lost}
-        if math.isfinite(self.speed_up):
-            metrics["hetero/speed_up"] = self.speed_up
+        if math.isfinite(self.predictions.speed_up):
+            metrics["hetero/speed_up"] = self.predictions.speed_up
         return metrics
 
     # at the end
@@ -197,16 +194,3 @@ class RunWatch:
     def path(self) -> Path | None:
         """File of the record, ``None`` if there is none."""
         return None if self.recorder is None else self.recorder.file.path
-
-
-def _speed_up(observations: StepObservations, plan: BatchPlan | None, even: float) -> float:
-    """Return the predicted seconds of a step of equal sizes over the measured ones."""
-    if plan is None or not observations.num_steps or not math.isfinite(even):
-        return math.nan
-    sizes = plan.local_batch_sizes
-    if max(sizes) - min(sizes) <= 1:
-        return 1.0
-    own = (observations.local_batch_sizes == np.array(sizes, dtype=float)).all(axis=1)
-    times = observations.step_time[own]
-    times = times[np.isfinite(times)]
-    return even / float(np.median(times)) if times.size else math.nan

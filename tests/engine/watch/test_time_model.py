@@ -31,7 +31,7 @@ def test_equal_sizes_are_predicted_whatever_the_policy(planner):
     known = TimeModelWatch().observe(planner, SEEN, PLAN, CONTEXT)
     assert known.even == pytest.approx(0.06, rel=0.05)
     assert np.array(known.model["nodes"])[:, 2] == pytest.approx([0.001, 0.003], rel=0.05)
-    assert ("predicted" in known.model) == (planner is None or isinstance(planner, ProportionalPlanner))
+    assert math.isfinite(known.running) == (planner is None or isinstance(planner, ProportionalPlanner))
 
 
 def test_the_fields_of_a_record_are_those_of_the_model():
@@ -44,10 +44,10 @@ def test_the_fields_of_a_record_are_those_of_the_model():
     known, cluster = TimeModelWatch().observe(None, values, PLAN, context), model.cluster(context)
     assert known.model["nodes"] == tuple(tuple(row) for row in cluster.array.tolist())
     assert [known.model[name] for name in ("gamma", "t_o", "t_u")] == [cluster.gamma, cluster.t_o, cluster.t_u]
-    assert known.model["predicted"] == pytest.approx(model.predict(PLAN, context))
-    assert known.model["error"] == pytest.approx(model.error(PLAN, context))
+    assert known.running == pytest.approx(model.predict(PLAN, context))
+    assert known.error == pytest.approx(model.error(PLAN, context))
     assert known.even == pytest.approx(model.predict(BatchPlan(40, (20, 20)), context))
-    assert len({known.even, *(known.model[name] for name in ("gamma", "t_o", "t_u", "predicted", "error"))}) == 6
+    assert len({known.even, known.running, known.error, *(known.model[name] for name in ("gamma", "t_o", "t_u"))}) == 6
 
 
 def test_the_watching_model_keeps_what_it_has_learned():

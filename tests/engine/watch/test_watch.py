@@ -25,24 +25,49 @@ def test_a_round_is_recorded_with_what_is_known():
     (one,) = run.watch.run.rounds
     assert (one.step, one.count, one.sizes, one.kept, one.density) == (8, 8, (8, 8, 8), "why", 0.5)
     assert len(one.nodes) == 3
-    assert one.predicted == pytest.approx(0.25, rel=0.1)
+    assert math.isnan(one.predicted), "nothing was known before these steps"
     assert one.even == pytest.approx(0.25, rel=0.1)
     assert run.watch.newest is one
 
 
-def test_what_the_policy_predicts_is_kept():
+def test_a_round_has_what_was_predicted_before_its_steps():
+    """By the policy's model if it has one; a model that only watches is not what the policy predicts."""
+    run, first, second = Run(), seen((0.08, 0.08, 0.24)), seen((0.1, 0.1, 0.3))
+    run.round(first)
+    run.round(second)
+    assert run.watch.newest.predicted == pytest.approx(0.25, rel=0.1), "by the first round, not by its own 0.31"
+    assert run.watch.newest.error > 0.0
+    assert all(map(math.isnan, run.watch.predictions.predicted))
+
+
+def test_what_the_policy_predicts_of_the_next_steps_is_kept():
+    run, values = Run(), seen((0.08, 0.08, 0.24))
+    for number, (predicted, error, even) in enumerate([(0.123, 0.001, 0.3), (0.124, None, math.nan), (None,) * 3], 1):
+        done = RoundResult(None, values, None, predicted, error=error, even=math.nan if even is None else even)
+        run.watch.observe(done, EVEN, (0, 8 * number), 8 * number, 1)
+        if number == 1:
+            assert all(map(math.isnan, run.watch.predictions.predicted))
+        elif number == 2:
+            one = run.watch.newest
+            assert run.watch.predictions.predicted == (one.predicted, one.error) == (0.123, 0.001)
+            assert math.isnan(one.even)
+            assert one.kept == ""
+    assert run.watch.predictions.predicted[0] == 0.124
+    assert math.isnan(run.watch.predictions.predicted[1])
+    run.watch.observe(RoundResult(None, values, None, 0.125), EVEN, (0, 32), 32, 1)
+    assert run.watch.predictions.predicted[0] == 0.124, "a round that predicts nothing leaves what was predicted before"
+    run.watch.observe(RoundResult(None, values, None, 0.3), EVEN, (0, 40), 40, 2)
+    assert math.isnan(run.watch.predictions.predicted[0]), "steps of more micro-batches were not predicted"
+
+
+def test_a_new_plan_has_the_prediction_with_which_it_was_adopted():
     run = Run()
-    values = seen((0.08, 0.08, 0.24))
-    done = RoundResult(None, values, None, 0.123, error=0.001, even=0.3)
-    run.watch.observe(done, EVEN, (0, 8), 8, 1)
-    one = run.watch.newest
-    assert (one.predicted, one.error, one.even) == (0.123, 0.001, 0.3)
-    run.watch.observe(RoundResult(None, values, None, 0.124), EVEN, (0, 16), 16, 1)
-    one = run.watch.newest
-    assert one.predicted == 0.124
-    assert math.isnan(one.error)
-    assert math.isnan(one.even)
-    assert one.kept == ""
+    for plan in (EVEN, EVEN, UNEVEN):
+        run.watch.observe(RoundResult(None, seen((0.1, 0.1, 0.2), plan), None, 0.3), plan, (0, 8), run.steps, 1)
+    assert run.watch.newest.predicted == 0.2
+    assert run.watch.predictions.predicted[0] == 0.2
+    run.watch.observe(RoundResult(None, seen((0.1, 0.1, 0.2)), None, 0.3), None, (0, 8), run.steps, 1)
+    assert all(map(math.isnan, run.watch.predictions.predicted))
 
 
 def test_the_model_of_the_policy_comes_first():
@@ -63,7 +88,8 @@ def test_a_round_has_no_predictions_of_an_earlier_one():
     run.round(seen((0.08, 0.08, 0.24)))
     run.round(seen((0.12, 0.12, 0.15), UNEVEN), UNEVEN, even=math.nan)
     rounds = run.watch.run.rounds
-    assert [math.isfinite(one.predicted) for one in rounds] == [True, False, True, False]
+    assert [one.predicted for one in rounds[1:]] == pytest.approx([0.2, rounds[2].predicted, 0.2])
+    assert rounds[2].predicted == pytest.approx(0.25, rel=0.1)
     assert [len(one.nodes) for one in rounds] == [3, 0, 3, 0]
 
 
@@ -78,9 +104,8 @@ def test_the_last_round_has_its_own_predictions_even_if_there_was_no_time(monkey
     record = run.watch.finish()
     one = record.rounds[-1]
     assert (one.step, record.end.dropped) == (24, 2)
-    assert [len(one.nodes), math.isfinite(one.predicted), math.isfinite(one.even)] == [0 if given else 3] + 2 * [
-        not given
-    ]
+    assert (len(one.nodes), math.isfinite(one.even)) == ((0, False) if given else (3, True))
+    assert one.predicted == pytest.approx(0.25, rel=0.1), "by the first round, the only one with time for its model"
 
 
 @pytest.mark.parametrize("records", [True, False])
@@ -130,7 +155,7 @@ def test_all_ranks_have_the_same_metrics_and_one_records():
 def test_the_speed_over_equal_sizes_is_predicted_over_measured():
     run = Run()
     run.round(seen((0.12, 0.12, 0.15), UNEVEN), UNEVEN, even=0.32)
-    assert run.watch.speed_up == pytest.approx(0.32 / 0.16)
+    assert run.watch.predictions.speed_up == pytest.approx(0.32 / 0.16)
     run.round(seen((0.12, 0.12, 0.15), UNEVEN), UNEVEN, even=math.nan)
     assert "hetero/speed_up" not in run.watch.metrics()
 
@@ -140,28 +165,28 @@ def test_the_speed_is_that_of_the_steps_of_the_split_that_were_timed():
     values.step_time[0], values.step_time[1] = math.nan, 5.0
     values.step_time[4:], values.local_batch_sizes[4:] = 0.5, (9, 8, 7)
     run.round(values, UNEVEN, even=0.32)
-    assert run.watch.speed_up == pytest.approx(0.32 / 0.16)
+    assert run.watch.predictions.speed_up == pytest.approx(0.32 / 0.16)
     values.step_time[:4] = math.nan
     run.round(values, UNEVEN, even=0.32)
-    assert math.isnan(run.watch.speed_up)
+    assert math.isnan(run.watch.predictions.speed_up)
 
 
 def test_sizes_that_differ_by_the_remainder_are_equal():
     run, plan = Run(), BatchPlan(25, (9, 8, 8))
     run.round(seen((0.1, 0.1, 0.1), plan), plan, even=0.5)
-    assert run.watch.speed_up == 1.0
+    assert run.watch.predictions.speed_up == 1.0
     plan = BatchPlan(24, (9, 8, 7))
     run.round(seen((0.1, 0.1, 0.1), plan), plan, even=0.22)
-    assert run.watch.speed_up == pytest.approx(2.0)
+    assert run.watch.predictions.speed_up == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("values", [seen((0.1, 0.1, 0.1)), StepObservations.empty(3)])
 def test_without_a_plan_a_step_or_a_model_no_speed_is_known(values):
     run = Run()
     run.round(values, EVEN, even=0.5 if values.num_steps == 0 else math.nan)
-    assert math.isnan(run.watch.speed_up)
+    assert math.isnan(run.watch.predictions.speed_up)
     run.round(values, None, even=0.5, entry=PlanEntry(0, 9, EVEN, "first"))
-    assert math.isnan(run.watch.speed_up)
+    assert math.isnan(run.watch.predictions.speed_up)
     assert math.isnan(run.watch.even_step(None, values, None, CONTEXT))
     assert len(run.watch.run.rounds) == 1
     assert run.watch.run.changes == ()
