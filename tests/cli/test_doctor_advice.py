@@ -91,3 +91,5 @@ def test_a_process_of_its_own_is_told_how_to_check_a_job():
     assert start.startswith("to measure the link between workers, start one process per worker: torchrun")
     assert advice(replace(alone, failures=("rank 1 did not come",))) == [slow], "it was started as one"
     assert advice(replace(alone, world_size=2, speeds={})) == []
+    limited = replace(alone, rows=(process(0, memory_limit=10**10),), speeds={})
+    assert advice(limited)[0].startswith("a cgroup allows device 0 10 of the machine's 64 GB")

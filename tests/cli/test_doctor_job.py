@@ -66,6 +66,12 @@ def test_ranks_that_do_not_go_together():
     assert "OMP_NUM_THREADS=1" in more
 
 
+@pytest.mark.parametrize("name", ["lightning-hetero", "python", "torch", "lightning", "nccl"])
+def test_versions_that_differ_are_told(name):
+    (differ,) = group_problems([process(0, versions={name: "1.0", "numpy": "2.0"}), process(1, versions={name: None})])
+    assert differ == f"{name} differs between ranks (rank 0: 1.0, rank 1: none). Install the same everywhere."
+
+
 @pytest.mark.parametrize(
     ("variables", "fault"),
     [

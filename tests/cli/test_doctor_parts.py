@@ -267,7 +267,9 @@ def test_larger_sums_are_left_out_where_they_take_long(monkeypatch):
 LINK = LinkFacts("nccl", ((0.0, 1e-5), (1e-5, 0.0)), ((0.0, 1.2e10), (1.2e10, 0.0)), ((4096, 3e-5), (67108864, 0.01)))
 FULL = Checkup(
     (
-        process(0, versions={"lightning-hetero": "0.1.0", "torch": "2.13.0", "numba": None, "cuda": "12.8"}),
+        process(
+            0, versions={"lightning-hetero": "0.1.0", "torch": "2.13.0", "numba": None, "nccl": None, "cuda": "12.8"}
+        ),
         process(1, "lab2"),
     ),
     2,
@@ -297,6 +299,7 @@ def test_the_text_has_a_row_per_rank_and_all_that_is_known():
         assert " ".join(line.split()) in " ".join(text.split()), text
     assert "lab1" in checkup_text(FULL, hosts=True)
     assert max(map(len, checkup_text(FULL).splitlines())) < 120
+    assert re.search(r"^without     numba$", text, re.M), "NCCL is no package of its own"
     assert "Advice\n- rank 1 is 2 times slower" in text
     assert "bfloat16, 60 s" in checkup_text(replace(FULL, precision="bfloat16", seconds=60.0))
     assert "RTX 3090 (8.6)" in checkup_text(
