@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -180,6 +181,7 @@ def test_names_are_written_if_asked_for(doctor):
     assert "lab1" in doctor("--hosts")[1]
     assert "lab1" in doctor("--json", "--hosts", MASTER_ADDR="10.0.0.7")[1]
     found = json.loads(doctor("--json")[1])
+    assert found["seconds"] == 5.0, "the default"
     assert found["environment"]["MASTER_ADDR"] == "set"
     assert found["ranks"][0]["host"] == "host 0"
 
@@ -227,3 +229,38 @@ def test_a_device_that_hangs_ends_the_process_after_what_was_found(doctor, monke
     first = text.partition("versions ")[2].partition("versions ")[0]
     assert "RTX 3090" in first
     assert "Failed\n- rank 0 did not come back from 'speed of cpu' within 0.16 s." in first
+
+
+@pytest.mark.parametrize(("rank", "spoken"), [(0, "out"), (1, "err")])
+def test_a_rank_that_hangs_says_so(rank, spoken, monkeypatch, capsys):
+    monkeypatch.setattr(module, "Ranks", lambda job, timeout, on_hang: SimpleNamespace(hang=on_hang))
+    module.Examination(OPTIONS, {**JOB, "RANK": str(rank)}).ranks.hang("rank 1 did not come back.")
+    written = capsys.readouterr()
+    assert "rank 1 did not come back." in getattr(written, spoken)
+    assert bool(written.out) is (rank == 0), "only the first rank writes what was found"
+
+
+def test_a_machine_without_facts_is_still_checked(doctor, monkeypatch):
+    monkeypatch.setattr(module, "process_facts", lambda *given: {}["MemTotal"])
+    code, text, _ = doctor()
+    assert code == 1
+    assert "Failed\n- facts: KeyError: 'MemTotal'." in text
+    assert "names       strategy=" in text
+
+
+def test_a_package_on_the_path_that_is_not_installed_has_no_requirements(doctor, monkeypatch):
+    def absent(name):
+        raise module.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(module.metadata, "requires", absent)
+    code, text, _ = doctor()
+    assert code == 0
+    assert "is installed, and lightning-hetero needs" not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "terminal", "told"), [((), True, True), (("--json",), True, False), ((), False, False)]
+)
+def test_who_waits_at_a_terminal_is_told_how_long(doctor, monkeypatch, options, terminal, told):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    assert ("checking for about 15 s" in doctor(*options)[2]) is told

@@ -50,6 +50,7 @@ def test_requirements_that_are_not_met():
     requires = ["torch>=2.5", "accelerate>=1.10; extra == 'transformers'", "numba>=0.60; extra == 'numba'"]
     versions = {"torch": "2.13.0+cpu", "accelerate": "1.2", "numba": None}
     assert [text[:28] for text in unmet(versions, requires)] == ["accelerate 1.2 is installed,"]
+    assert unmet({"torch": "2.14.0.dev20260901"}, requires) == [], "a nightly build is new enough"
     assert len(unmet(versions, [*requires, "accelerate>=1.10; extra == 'all'"])) == 1
 
 
@@ -132,6 +133,7 @@ def test_the_entry_point_in_words(state, told):
 )
 def test_the_state_of_the_entry_point(answer, names, error, monkeypatch):
     def run(command, **given):
+        assert given["timeout"] == 7
         if isinstance(answer, Exception):
             raise answer
         return subprocess.CompletedProcess(command, *answer)
@@ -305,6 +307,22 @@ def test_the_text_has_a_row_per_rank_and_all_that_is_known():
     assert "RTX 3090 (8.6)" in checkup_text(
         replace(FULL, rows=tuple(replace(row, device=replace(row.device, capability="8.6")) for row in FULL.rows))
     )
+
+
+def test_a_process_of_its_own_has_no_columns_to_compare():
+    lines = checkup_text(Checkup((process(0),), seconds=0.5, speeds={0: Speed(5e13, (), None)})).splitlines()
+    header = next(line for line in lines if "free memory" in line)
+    assert header.split("  ")[0].strip() == ""
+    assert not {"rank", "machine", "fastest"} & set(header.split())
+    (row,) = [line for line in lines if line.startswith("0 ")]
+    assert row.split()[-3:] == ["50", "TFLOP/s", "-"], "too short to see a change"
+
+
+def test_long_sentences_are_wrapped_and_indented():
+    text = checkup_text(replace(FULL, problems=("the folder is missing " * 9,)))
+    wrapped = text.partition("Problems\n")[2].partition("\n\n")[0].splitlines()
+    assert len(wrapped) > 1
+    assert [line[:2] for line in wrapped] == ["- ", *["  "] * (len(wrapped) - 1)]
 
 
 def test_the_slowest_and_the_fastest_pair_are_named():
