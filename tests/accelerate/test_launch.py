@@ -408,12 +408,14 @@ def test_config_writes_nothing_if_answers_end_early(tmp_path, monkeypatch):
         (".", "cannot be written"),
         ("list.yaml", "is no Accelerate config file"),
         ("broken.yaml", "cannot be read: "),
+        ("binary.yaml", "cannot be read: "),
     ],
 )
 def test_a_file_that_cannot_be_is_refused_before_the_first_question(path, told, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "list.yaml").write_text("- 1\n")
     (tmp_path / "broken.yaml").write_text("a: [1\n")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     answer(monkeypatch)
     with pytest.raises(SystemExit) as stopped:
         cli.main(["config", "--config_file", path])

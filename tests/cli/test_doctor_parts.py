@@ -301,6 +301,7 @@ def test_the_text_has_a_row_per_rank_and_all_that_is_known():
         assert " ".join(line.split()) in " ".join(text.split()), text
     assert "lab1" in checkup_text(FULL, hosts=True)
     assert max(map(len, checkup_text(FULL).splitlines())) < 120
+    assert text.count("latency") == 1, "one pair is the slowest and the fastest"
     assert re.search(r"^without     numba$", text, re.M), "NCCL is no package of its own"
     assert "Advice\n- rank 1 is 2 times slower" in text
     assert "bfloat16, 60 s" in checkup_text(replace(FULL, precision="bfloat16", seconds=60.0))
@@ -406,6 +407,16 @@ def test_ranks_that_do_not_come_are_named(rank, told):
     ranks = Ranks(Job(rank, 2), timeout=0.3)
     with pytest.raises(RanksError, match=told):
         ranks.join({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
+
+
+def test_ranks_that_lose_the_one_that_keeps_the_store_say_so():
+    port = free_port()
+    kept = [torch.distributed.TCPStore("127.0.0.1", port, 2, True, wait_for_workers=False)]
+    lost = threading.Timer(0.3, kept.clear)
+    lost.start()
+    with pytest.raises(RanksError, match="the ranks lost each other at 'joined': "):
+        Ranks(Job(1, 2), timeout=20.0).join({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    lost.join()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
