@@ -44,6 +44,10 @@ def test_versions_and_what_is_not_installed(monkeypatch):
     assert {"lightning-hetero", "python", "cuda"} <= set(found)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     assert installed_versions()["cuda"] == "12.8"
+    for version, shown in (("6.4", "HIP 6.4"), (None, None)):
+        monkeypatch.setattr(torch.version, "cuda", None)
+        monkeypatch.setattr(torch.version, "hip", version)
+        assert installed_versions()["cuda"] == shown
 
 
 def test_requirements_that_are_not_met():
@@ -146,6 +150,10 @@ def test_the_state_of_the_entry_point(answer, names, error, monkeypatch):
     monkeypatch.setattr(autoload_module.metadata, "entry_points", lambda group: points)
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "false")
     assert autoload_of(7) == Autoload(1, True, True, names, error)
+    points[0].value = "json:dumps"
+    assert not autoload_of(7).dangling
+    del points[0]
+    assert (autoload_of(7).entry_points, autoload_of(7).dangling) == (0, False)
 
 
 class Device:
@@ -212,6 +220,7 @@ def test_the_speed_is_that_of_the_products(precision, monkeypatch):
 
     monkeypatch.setattr(torch, "mm", counted)
     monkeypatch.setattr(speed_module, "timed_windows", once)
+    monkeypatch.setattr(speed_module, "LARGEST", {"cpu": 256})  # so small that a run has many
     assert measure_speed(CPU, 5.0, precision).flops == sum(operations) > 0
 
 
@@ -289,6 +298,7 @@ def test_the_text_has_a_row_per_rank_and_all_that_is_known():
     for line in (
         "versions    lightning-hetero 0.1.0, torch 2.13.0, CUDA 12.8",
         "without     numba",
+        'names       strategy="hetero_ddp" needs no import',
         "processes   2 ranks on 2 machines",
         "rank  machine  device       free memory  cores  threads        float32, 5 s  of the fastest  over time",
         "0           0  RTX 3090  12 of 24 GB      8        1  50 TFLOP/s, 1410 MHz, 300 W  100.0%  steady",
@@ -320,10 +330,11 @@ def test_a_process_of_its_own_has_no_columns_to_compare():
 
 
 def test_long_sentences_are_wrapped_and_indented():
-    text = checkup_text(replace(FULL, problems=("the folder is missing " * 9,)))
+    text = checkup_text(replace(FULL, problems=("set --no-such-option " * 9 + "why?",)))
     wrapped = text.partition("Problems\n")[2].partition("\n\n")[0].splitlines()
     assert len(wrapped) > 1
     assert [line[:2] for line in wrapped] == ["- ", *["  "] * (len(wrapped) - 1)]
+    assert " ".join(wrapped).split() == ["-", *["set", "--no-such-option"] * 9, "why?"], "names are not broken"
 
 
 def test_the_slowest_and_the_fastest_pair_are_named():
@@ -345,6 +356,7 @@ def test_a_checkup_that_failed_early_can_be_written():
 def test_more_ranks_than_fit_are_counted():
     text = checkup_text(Checkup(tuple(process(rank) for rank in range(70)), 70))
     assert "... and 6 more (--json lists all)" in text
+    assert "70 ranks on 1 machine\n" in text
     assert re.findall(r"^(\d+)  ", text, re.M) == [str(rank) for rank in range(64)]
 
 
@@ -352,6 +364,7 @@ def test_the_document_names_nobody():
     found = document(FULL)
     text = json.dumps(found)
     assert found["schema"] == SCHEMA == 1
+    assert found["system"]
     assert (found["world_size"], found["precision"], found["seconds"]) == (2, "float32", 5.0)
     assert found["versions"]["torch"] == "2.13.0"
     assert "versions" not in found["ranks"][0]
@@ -378,6 +391,10 @@ def test_the_document_names_nobody():
 )
 def test_names_addresses_and_folders_are_left_out(text, plain):
     assert without_names(text, ("lab1",)) == plain
+
+
+def test_a_host_is_told_from_one_whose_name_it_begins():
+    assert without_names("x1.lab and x1", ("x1", "x1.lab")) == "host 1 and host 0"
 
 
 def test_a_failure_is_a_value_and_a_hang_ends_the_process(monkeypatch):
