@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from lightning_hetero import cli
 from lightning_hetero.accelerate.plugin import NAMES
@@ -329,6 +331,16 @@ def test_default_answers_fit_the_machine(gpus, kind, on_cpu, tmp_path, monkeypat
     assert os.environ.get("ACCELERATE_USE_CPU") == ("true" if on_cpu else None)
 
 
+def test_one_worker_is_allowed_and_none_is_not(tmp_path, monkeypatch, capsys):
+    path = str(tmp_path / "config.yaml")
+    answer(monkeypatch, "0", "two", "1")
+    assert cli.main(["config", "--config_file", path]) == 0
+    told = capsys.readouterr().err
+    assert "num_processes='0' is out of range; give an integer >= 1." in told
+    assert "num_processes='two' is out of range; give an integer >= 1." in told
+    assert read_config(path)[0]["num_processes"] == 1
+
+
 def test_a_file_of_default_answers_trains_together(scripts, tmp_path):
     """On this machine, whatever it has; ACCELERATE_USE_CPU is left to the launcher."""
     path = tmp_path / "config.yaml"
@@ -366,6 +378,50 @@ def test_workers_that_would_train_alone_are_not_started(arguments, gpus, cure, t
         cli.main(["launch", *arguments, "script.py"])
     assert stopped.value.code == 2
     assert cure in capsys.readouterr().err
+    assert not started
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "variables"),
+    [
+        ({"use_cpu": True, "num_processes": 3}, (), {}),
+        ({"distributed_type": "MULTI_CPU", "num_processes": 3}, (), {}),
+        ({"num_processes": 2}, ("--cpu", "--num_processes", "3"), {}),
+        ({"num_processes": 3}, (), {"ACCELERATE_USE_CPU": "yes"}),
+        ({"distributed_type": "NO", "num_processes": 3}, ("--cpu",), {}),
+    ],
+    ids=["use_cpu", "MULTI_CPU", "options go before the file", "exported", "NO with --cpu"],
+)
+def test_several_cpu_workers_are_started_together(config, options, variables, tmp_path, monkeypatch, started):
+    monkeypatch.setattr("lightning_hetero.cli.launch.devices", lambda: 0)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"compute_environment": "LOCAL_MACHINE", **config}))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["launch", "--config_file", str(path), *options, "script.py"]) == 0
+    assert [given.num_processes for given in started] == [3]
+    assert os.environ["ACCELERATE_USE_CPU"] == "true"
+
+
+def test_workers_that_fail_end_the_launch_with_one(monkeypatch, capsys, started):
+    def failed(arguments):
+        raise ChildFailedError("script.py", {1: ProcessFailure(1, 123, 9, "")})
+
+    monkeypatch.setattr("lightning_hetero.cli.launch.launch_command", failed)
+    assert cli.main(["launch", "--cpu", "--num_processes", "2", "script.py"]) == 1
+    assert re.search(r"^lightning-hetero launch: (?s:.*)script.py FAILED", capsys.readouterr().err)
+
+
+def test_what_the_launcher_cannot_use_is_named(tmp_path, monkeypatch, capsys, started):
+    (tmp_path / "broken.yaml").write_text("a: [1\n")
+    with pytest.raises(ValueError, match="broken.yaml cannot be read: "):
+        read_config(str(tmp_path / "broken.yaml"))
+    monkeypatch.setenv("ACCELERATE_HETERO_POLCY", "pid")
+    with pytest.raises(SystemExit):
+        cli.main(["launch", "--cpu", "script.py"])
+    assert (
+        "ACCELERATE_HETERO_POLCY='pid' is no setting. Did you mean ACCELERATE_HETERO_POLICY" in capsys.readouterr().err
+    )
     assert not started
 
 
@@ -408,12 +464,14 @@ def test_config_writes_nothing_if_answers_end_early(tmp_path, monkeypatch):
         (".", "cannot be written"),
         ("list.yaml", "is no Accelerate config file"),
         ("broken.yaml", "cannot be read: "),
+        ("binary.yaml", "cannot be read: "),
     ],
 )
 def test_a_file_that_cannot_be_is_refused_before_the_first_question(path, told, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "list.yaml").write_text("- 1\n")
     (tmp_path / "broken.yaml").write_text("a: [1\n")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     answer(monkeypatch)
     with pytest.raises(SystemExit) as stopped:
         cli.main(["config", "--config_file", path])

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_hetero import __version__, cli
 from lightning_hetero.cli import COMMANDS
-from lightning_hetero.cli._parser import Command, UserError, build_parser
+from lightning_hetero.cli._parser import Command, UserError, build_parser, joined_negatives
 
 PAGE = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
 
@@ -39,6 +39,7 @@ def refused(capsys, *arguments):
         (["profile"], "profile: error: the following arguments are required: script"),
         (["profile-convergence", "nowhere.py"], "error: script=nowhere.py is no file; give the script that trains"),
         (["launch", "--hetero_polcy", "pid", "t.py"], "unknown option --hetero_polcy. Did you mean --hetero_policy"),
+        (["launch", "--hetero_polic", "pid", "t.py"], "unknown option --hetero_polic. Did you mean --hetero_policy"),
         (["doctor", "--second", "0"], "doctor: error: argument --seconds: '0' is out of range; give a number from"),
         (["doctor", "--precision", "int8"], "doctor: error: argument --precision: invalid choice: 'int8'"),
         (["completion", "powershell"], "completion: error: argument shell: invalid choice: 'powershell'"),
@@ -70,6 +71,10 @@ def test_help_lists_the_commands_and_help_of_each_its_options(capsys):
     assert all(f"\n    {name}" in text for name in COMMANDS)
     assert cli.main([]) == 2
     assert capsys.readouterr().out == text
+    assert cli.main(["-h"]) == 0
+    assert capsys.readouterr().out == text
+    assert cli.main(["-V"]) == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
     for name in COMMANDS.keys() - {"launch"}:
         with pytest.raises(SystemExit) as ended:
             cli.main([name, "--help"])
@@ -78,6 +83,15 @@ def test_help_lists_the_commands_and_help_of_each_its_options(capsys):
 
 
 def test_a_command_is_one_line_and_a_module(monkeypatch, capsys):
+    errors = {
+        "nobody": UserError("--to nobody: name somebody."),
+        "file": FileNotFoundError(2, "No such file or directory", "letter.txt"),
+        "stop": KeyboardInterrupt(),
+        "absent": ModuleNotFoundError("No module named 'plotly'", name="plotly"),
+        "unknown": ModuleNotFoundError("nothing to import"),
+        "network": OSError("Network is unreachable"),
+    }
+
     class Module:
         @staticmethod
         def add_options(parser):
@@ -85,14 +99,8 @@ def test_a_command_is_one_line_and_a_module(monkeypatch, capsys):
 
         @staticmethod
         def run(options):
-            if options.to == "nobody":
-                raise UserError("--to nobody: name somebody.")
-            if options.to == "file":
-                raise FileNotFoundError(2, "No such file or directory", "letter.txt")
-            if options.to == "stop":
-                raise KeyboardInterrupt
-            if options.to == "absent":
-                raise ModuleNotFoundError("No module named 'plotly'", name="plotly")
+            if options.to in errors:
+                raise errors[options.to]
             sys.stdout.write(f"hello {options.to}\n")
             return 3
 
@@ -108,6 +116,12 @@ def test_a_command_is_one_line_and_a_module(monkeypatch, capsys):
     ):
         assert cli.main(["greet", "--to", to]) == code
         assert f"lightning-hetero greet: {told}" in capsys.readouterr().err
+    monkeypatch.setitem(COMMANDS, "greet", Command("greet", "[options]", "greet somebody"))
+    assert cli.main(["greet", "--to", "absent"]) == 2
+    assert "pip install 'plotly'" in capsys.readouterr().err, "a package of no extra"
+    for to, error in (("unknown", ModuleNotFoundError), ("network", OSError)):
+        with pytest.raises(error):
+            cli.main(["greet", "--to", to])
 
 
 def test_errors_of_the_package_itself_are_not_hidden(monkeypatch):
@@ -117,6 +131,21 @@ def test_errors_of_the_package_itself_are_not_hidden(monkeypatch):
     monkeypatch.setattr(Command, "load", lost)
     with pytest.raises(ModuleNotFoundError):
         cli.main(["plan"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "joined"),
+    [
+        (["--link", "-.5Gbit"], ["--link=-.5Gbit"]),
+        (["--link", "-inf"], ["--link=-inf"]),
+        (["--link", "--json"], ["--link", "--json"]),
+        (["--link=1", "-1"], ["--link=1", "-1"]),
+        (["-o", "-1"], ["-o", "-1"]),
+        (["-1"], ["-1"]),
+    ],
+)
+def test_a_negative_number_belongs_to_the_option_before_it(arguments, joined):
+    assert joined_negatives(arguments) == joined
 
 
 def test_a_negative_value_is_left_alone_after_a_script():

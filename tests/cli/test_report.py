@@ -71,6 +71,7 @@ def test_errors_of_the_report(run, runs, tmp_path):
         ([runs["fast"], "-o", str(tmp_path / "no" / "x.html")], "x.html: No such file or directory"),
         ([runs["untimed"], "-o", str(tmp_path / "x.html"), "--png", str(tmp_path)], "directory"),
         ([runs["fast"], "-o", f"{runs['fast']}/version_0/hetero_run.jsonl"], "is the record itself"),
+        ([runs["fast"], "-o", f"{runs['fast']}/version_0/../version_0/hetero_run.jsonl"], "is the record itself"),
         ([], "the following arguments are required: RUN"),
     ):
         code, _, err = run("report", *arguments)
@@ -90,9 +91,14 @@ def test_two_runs_in_a_table_and_as_json(run, runs):
 
 
 def test_the_exit_code_says_whether_the_second_run_is_slower(run, runs):
-    assert run("compare", runs["fast"], runs["slow"], "--max-regression", "5%")[0] == 1
-    assert run("compare", runs["fast"], runs["slow"], "--max-regression", "80%")[0] == 0
-    assert run("compare", runs["slow"], runs["fast"], "--max-regression", "0%")[0] == 0
+    code, out, _ = run("compare", runs["fast"], runs["slow"], "--max-regression", "5%")
+    assert (code, out.splitlines()[-1]) == (1, "That is more than the 5 % that --max-regression allows.")
+    assert run("compare", runs["fast"], runs["slow"], "--max-regression", " 5% ")[0] == 1
+    code, out, _ = run("compare", runs["fast"], runs["slow"], "--max-regression", "80%")
+    assert (code, out.splitlines()[-1]) == (0, "That is within the 80 % that --max-regression allows.")
+    code, out, _ = run("compare", runs["slow"], runs["fast"], "--max-regression", "0%")
+    assert (code, out.splitlines()[-1]) == (0, "That is within the 0 % that --max-regression allows.")
+    assert 0 <= out.index(runs["slow"]) < out.index(runs["fast"])
 
 
 def test_errors_of_the_comparison(run, runs):
@@ -103,6 +109,8 @@ def test_errors_of_the_comparison(run, runs):
         ([runs["fast"], runs["newer"], "--max-regression", "5%"], "Update lightning-hetero"),
         ([runs["fast"], runs["slow"], "--max-regression", "five"], "'five' is no share"),
         ([runs["fast"], runs["slow"], "--max-regression", "150%"], "'150%' is no share"),
+        ([runs["fast"], runs["slow"], "--max-regression", "100%"], "'100%' is no share"),
+        ([runs["fast"], runs["slow"], "--max-regression=-5%"], "'-5%' is no share"),
         ([runs["fast"]], "the following arguments are required: B"),
     ):
         code, _, err = run("compare", *arguments)

@@ -17,7 +17,7 @@ import torch
 from lightning_hetero.cli.doctor.autoload import LONGEST_S, autoload_of
 from lightning_hetero.cli.doctor.checkup import Checkup
 from lightning_hetero.cli.doctor.document import document
-from lightning_hetero.cli.doctor.facts import ProcessFacts, process_facts, unmet
+from lightning_hetero.cli.doctor.facts import SOCKETS, ProcessFacts, process_facts, unmet
 from lightning_hetero.cli.doctor.group import Failure, Ranks, RanksError
 from lightning_hetero.cli.doctor.job import Job, group_problems, interface_problems, job_of
 from lightning_hetero.cli.doctor.link import LinkFacts, measure_pairs, measure_sums
@@ -31,7 +31,7 @@ __all__ = ["Examination", "devices_of", "examine"]
 VARIABLES = (
     *("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS"),
     *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TORCH_DEVICE_BACKEND_AUTOLOAD", "ACCELERATE_USE_HETERO"),
-    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"),
+    *(*SOCKETS, "NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"),
 )
 
 
@@ -141,7 +141,7 @@ class Examination:
             requires = metadata.requires("lightning-hetero") or []
         except metadata.PackageNotFoundError:
             requires = []
-        problems = [*unmet(rows[0].versions, requires), *interface_problems(rows, self.environment)]
+        problems = [*unmet(rows[0].versions, requires), *interface_problems(rows)]
         if self.checkup.world_size > 1:
             problems = [*group_problems(rows), *problems]
         self._add(rows=rows, problems=(*self.checkup.problems, *problems))

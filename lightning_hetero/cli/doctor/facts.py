@@ -14,12 +14,14 @@ from packaging.requirements import Requirement
 from lightning_hetero import __version__
 from lightning_hetero.hardware import cpu_share, identity, memory_limit
 
-__all__ = ["DeviceFacts", "ProcessFacts", "device_facts", "installed_versions", "process_facts", "unmet"]
+__all__ = ["SOCKETS", "DeviceFacts", "ProcessFacts", "device_facts", "installed_versions", "process_facts", "unmet"]
 
 PACKAGES = (
     *("torch", "lightning", "pytorch-lightning", "torchmetrics", "numpy", "scipy"),
     *("accelerate", "transformers", "triton", "numba"),
 )
+SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables that name the network interfaces to use; each machine has its own."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class ProcessFacts:
         interfaces: names of the machine's network interfaces.
         versions: what is installed.
         load: programs that want a core, before anything is measured; 0 if the system does not say.
+        cpus: cores that the process may use by affinity, such as ``"0-3"``; empty if the system does not say.
+        sockets: interfaces that gloo and NCCL are told to use, by variable.
     """
 
     rank: int
@@ -70,6 +74,8 @@ class ProcessFacts:
     interfaces: tuple[str, ...] = ()
     versions: Mapping[str, str | None] = field(default_factory=dict)
     load: float = 0.0
+    cpus: str = ""
+    sockets: Mapping[str, str] = field(default_factory=dict)
 
 
 def installed_versions() -> dict[str, str | None]:
@@ -118,6 +124,8 @@ def process_facts(rank: int, device: torch.device, local_rank: int) -> ProcessFa
         tuple(name for _, name in socket.if_nameindex()),
         installed_versions(),
         os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0,
+        _table("/proc/self/status").get("Cpus_allowed_list", ""),
+        {name: os.environ[name] for name in SOCKETS if name in os.environ},
     )
 
 

@@ -4,16 +4,19 @@ import os
 import re
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from lightning_hetero.cli.doctor.job import Job
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 
-__all__ = ["Failure", "Ranks", "RanksError"]
+__all__ = ["Failure", "Ranks", "RanksError", "interruptible"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,16 +56,9 @@ class Ranks:
         if self.job.alone:
             return
         try:
-            self._store = _store(self.job, environment, self.timeout)
+            self._store = interruptible(lambda: _store(self.job, environment, self.timeout))
             self._await_all("joined", self.timeout)
-            dist.init_process_group(
-                "gloo",
-                store=dist.PrefixStore("group", self._store),
-                rank=self.job.rank,
-                world_size=self.job.world_size,
-                timeout=timedelta(seconds=self.timeout),
-            )
-            self.control = ControlPlane(self.job.rank, self.job.world_size, timeout=timedelta(seconds=self.timeout))
+            self.control = interruptible(self._connected)
         except (RuntimeError, ValueError, OSError) as error:
             if isinstance(error, RanksError):
                 raise
@@ -89,7 +85,7 @@ class Ranks:
             return [value]
         self._await_all(what, limit)
         try:
-            return self.control.gather_objects(value)
+            return interruptible(lambda: self.control.gather_objects(value))
         except RuntimeError as error:
             raise RanksError(f"a rank was lost after {what!r}: {_first_line(error)}.") from error
 
@@ -98,6 +94,12 @@ class Ranks:
         if dist.is_initialized() and not self.job.alone:
             self.control.close()
             dist.destroy_process_group()
+
+    def _connected(self) -> ControlPlane:
+        timeout = timedelta(seconds=self.timeout)
+        store, rank, world_size = dist.PrefixStore("group", self._store), self.job.rank, self.job.world_size
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        return ControlPlane(rank, world_size, timeout=timeout)
 
     def _measured(self, what: str, measure: Callable[[], Any], limit: float) -> Any:
         sentence = f"rank {self.job.rank} did not come back from {what!r} within {limit:g} s."
@@ -122,7 +124,7 @@ class Ranks:
         keys = [f"{what}/{rank}" for rank in range(self.job.world_size)]
         try:
             self._store.set(keys[self.job.rank], "here")
-            self._store.wait(keys, timedelta(seconds=seconds))
+            interruptible(lambda: self._store.wait(keys, timedelta(seconds=seconds)))
         except RuntimeError as error:
             missing = [rank for rank, key in enumerate(keys) if not self._is_there(key)]
             if not missing:
@@ -135,6 +137,23 @@ class Ranks:
             return bool(self._store.check([key]))
         except RuntimeError:  # the process that keeps the store is gone
             return True
+
+
+def interruptible(wait: Callable[[], T]) -> T:
+    """Return what a wait of torch returns; a thread waits, because Python heeds no signal while torch does.
+
+    Without it, Ctrl-C would count only after the wait, and a launcher would kill the process before it has written.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(wait())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future.result()
 
 
 def _absent(named: str, what: str, seconds: float, world_size: int) -> str:

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_hetero.cli.doctor.facts import ProcessFacts
+from lightning_hetero.cli.doctor.facts import SOCKETS, ProcessFacts
 
 __all__ = ["START", "Job", "group_problems", "interface_problems", "job_of"]
 
@@ -55,7 +55,7 @@ def job_of(environment: Mapping[str, str]) -> Job:
         numbers[name] = int(text)
     rank, world_size = numbers["RANK"], numbers["WORLD_SIZE"]
     if world_size <= 1:
-        return Job(local_rank=numbers["LOCAL_RANK"], problems=_forgotten(environment))
+        return Job(local_rank=numbers["LOCAL_RANK"], problems=_alone_with_rank(rank, environment))
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
     if missing:
         named = missing[0] if len(missing) == 1 else f"{', '.join(missing[:-1])} and {missing[-1]}"
@@ -69,11 +69,13 @@ def job_of(environment: Mapping[str, str]) -> Job:
     return Job(rank, world_size, numbers["LOCAL_RANK"])
 
 
-def _forgotten(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a problem for variables of a job without its size."""
-    if "WORLD_SIZE" in environment or environment.get("RANK", "0") in ("", "0"):
+def _alone_with_rank(rank: int, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a problem for a rank that a process of its own cannot have."""
+    if rank == 0:
         return ()
-    return (f"RANK={environment['RANK']} is set, and WORLD_SIZE is not. Unset RANK, or start with {START}.",)
+    size = environment.get("WORLD_SIZE", "")
+    why = f"is not below WORLD_SIZE={size}" if size.strip() else "is set, and WORLD_SIZE is not"
+    return (f"RANK={rank} {why}. Unset RANK, or start with {START}.",)
 
 
 def group_problems(rows: Sequence[ProcessFacts]) -> list[str]:
@@ -90,10 +92,10 @@ def group_problems(rows: Sequence[ProcessFacts]) -> list[str]:
                 "process per GPU, or leave CUDA_VISIBLE_DEVICES to torchrun and read LOCAL_RANK."
             )
     found += _versions_differ(rows)
-    hosts: dict[str, list[ProcessFacts]] = defaultdict(list)
+    sharing: dict[tuple[str, str], list[ProcessFacts]] = defaultdict(list)
     for row in rows:
-        hosts[row.host].append(row)
-    for own in hosts.values():
+        sharing[row.host, row.cpus].append(row)
+    for own in sharing.values():
         threads, cores = sum(row.threads for row in own), max(row.cores for row in own)
         if len(own) > 1 and threads > 1.5 * cores and all(row.device.kind == "cpu" for row in own):
             found.append(
@@ -113,38 +115,39 @@ def _versions_differ(rows: Sequence[ProcessFacts]) -> list[str]:
     return found
 
 
-def interface_problems(rows: Sequence[ProcessFacts], environment: Mapping[str, str]) -> list[str]:
-    """Return sentences on the interfaces that gloo and NCCL are told to use.
-
-    Args:
-        rows: the ranks, with the interfaces of their machines.
-        environment: that of this process.
-    """
+def interface_problems(rows: Sequence[ProcessFacts]) -> list[str]:
+    """Return sentences on the interfaces that gloo and NCCL are told to use, by each rank's own environment."""
     found = []
     several = len({row.host for row in rows}) > 1
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        given = environment.get(variable, "")
-        if not given:
-            continue
+    for variable in SOCKETS:
         for row in rows:
-            if not _exists(variable, given, row.interfaces):
+            given = row.sockets.get(variable, "")
+            missing = _missing(variable, given, row.interfaces) if given else ""
+            if missing:
                 found.append(
-                    f"{variable}={given} names no interface of rank {row.rank}'s machine, which has "
+                    f"{variable}={given}: {missing} is no interface of rank {row.rank}'s machine, which has "
                     f"{', '.join(row.interfaces)}. Give one of these, or unset it."
                 )
                 break
-        if several and given.lstrip("=") == "lo":
+        if several and any(row.sockets.get(variable, "").lstrip("=") == "lo" for row in rows):
             found.append(f"{variable}=lo reaches no other machine, and the ranks are on several. Name the network's.")
     return found
 
 
-def _exists(variable: str, given: str, interfaces: Sequence[str]) -> bool:
-    """Return whether an interface is meant; NCCL takes prefixes, ``=`` for whole names, ``^`` for all but these."""
+def _missing(variable: str, given: str, interfaces: Sequence[str]) -> str:
+    """Return what is told and not there; gloo needs each name, NCCL one.
+
+    NCCL takes prefixes, ``=`` for whole names, ``^`` for all but these.
+    """
+    if variable.startswith("GLOO"):
+        return ", ".join(name or "''" for name in given.split(",") if name not in interfaces)
     names = given.lstrip("^=").split(",")
-    if given.startswith("^") and variable.startswith("NCCL"):
-        return any(not any(own.startswith(name) for name in names) for own in interfaces)
-    whole = given.startswith("=") or variable.startswith("GLOO")
-    return any(own == name if whole else own.startswith(name) for own in interfaces for name in names)
+    if given.startswith("^"):
+        there = any(not any(own.startswith(name) for name in names) for own in interfaces)
+    else:
+        whole = given.startswith("=")
+        there = any(own == name if whole else own.startswith(name) for own in interfaces for name in names)
+    return "" if there else given
 
 
 def _listed(ranks: Sequence[int]) -> str:
