@@ -52,7 +52,7 @@ def _emulated(rank, folder):
     monitor = ModelCheckpoint(monitor="hetero/step_time", save_top_k=1, filename="best", every_n_epochs=1)
     stop = EarlyStopping(monitor="hetero/idle_fraction", patience=9, check_on_train_epoch_end=True)
     trainer = trainer_of(
-        HeteroDDPStrategy(replan=8),
+        HeteroDDPStrategy(replan=12),
         2,
         max_epochs=2,
         logger=logger,
@@ -62,12 +62,12 @@ def _emulated(rank, folder):
     )
     trainer.fit(model, DataLoader(Points(32 * 40), 16, shuffle=True))
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return said, metrics, monitor.best_model_score, logger.log_dir
+    return said, metrics, monitor.best_model_score, logger.log_dir, len(trainer.strategy.plan_history)
 
 
 @pytest.mark.alone
 def test_a_trainer_records_the_run_and_says_what_was_gained(tmp_path):
-    (said, metrics, best, folder), (other, others, _, _) = run_ranks(_emulated, 2, str(tmp_path))
+    (said, metrics, best, folder, plans), (other, others, *_) = run_ranks(_emulated, 2, str(tmp_path))
     run, (summary,) = read(tmp_path), [line for line in said if "over even sizes" in line]
     figures = RunFigures(run)
     # the record
@@ -75,7 +75,10 @@ def test_a_trainer_records_the_run_and_says_what_was_gained(tmp_path):
     assert run.header.policy == "perf_model"
     assert [worker.device for worker in run.header.workers] == ["fast (emulated)", "slow (emulated)"]
     assert run.end.status == "finished"
-    assert sum(one.count for one in run.rounds) <= 80
+    assert sum(one.count for one in run.rounds) == run.end.steps == 80, (
+        "also the steps after the last round that is due"
+    )
+    assert (run.rounds[-1].count, run.rounds[-1].kept, len(run.changes)) == (8, "", plans - 1)
     assert figures.last[-1].sizes[0] > figures.last[-1].sizes[1]
     assert figures.speed_up > 1.2
     assert run.changes[0].reason == "equal sizes" or run.changes[0].sizes != (16, 16)
@@ -281,7 +284,8 @@ def test_injected_faults_are_named_with_their_phase_and_end(tmp_path):
     for number, (phase, rank) in enumerate(Faulty.FAULTS):
         first = (2 * number + 1) * STEPS
         begins = [one for one in records if one.event == "begin" and first - 5 <= one.step <= first + 15]
-        assert [(one.phase, one.rank) for one in begins] == [(phase, rank)], (phase, records)
+        named = [(one.phase, one.rank) for one in begins if phase == "link" or one.rank >= 0]
+        assert named == [(phase, rank)], (phase, records)  # other work on the machine slows the link down, too
         assert begins[0].cost == pytest.approx(PAUSE, rel=0.5)
         ends = [one for one in records if one.event == "end" and (one.phase, one.rank) == (phase, rank)]
         assert {one.relieved for one in ends} == {"recovered"}

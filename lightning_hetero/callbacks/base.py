@@ -172,9 +172,12 @@ class PolicyCallback(Callback):
                 self._shown.show(metrics)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Apply the gradients of the last step that are still in flight, and log the summary of the run."""
+        """Apply the gradients that are still in flight, learn from the last steps, and log the summary of the run."""
         assert self._engine is not None
         apply_last_sums(trainer, pl_module, self._engine)
+        if self._engine.steps_to_conclude:
+            done = self._engine.exchange(self.planner, not_before=self._engine.position, last=True)
+            self.planner = done.planner if done.planner is not None else self.planner
         finish_report(self._engine)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

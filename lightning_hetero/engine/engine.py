@@ -7,6 +7,7 @@ other ranks on the next plan. The planners of :mod:`lightning_hetero.core.polici
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from lightning_hetero.core.policies.base import Decision, PlanContext, Planner, 
 from lightning_hetero.core.policies.round_decision import decide_round
 from lightning_hetero.engine.engine_data import EngineData
 from lightning_hetero.engine.sync_rounds import NOT_PREDICTED, Decide, Predicted
+from lightning_hetero.engine.watch.gains import MIN_STEPS
 
 __all__ = ["HeteroEngine"]
 
@@ -160,12 +162,20 @@ class HeteroEngine(EngineData):
         step, move = self.observer.synced_steps, moves_total(planner) and not self.rounds.keeps_window
         return self.data.sampler is not None and self.rounds.schedule.due_at_epoch(step, micro_batches_move=move)
 
-    def exchange(self, planner: Planner | None, *, not_before: tuple[int, int] = (0, 0)) -> RoundResult:
+    @property
+    def steps_to_conclude(self) -> bool:
+        """``True`` if enough steps have passed since the last sync round for one when training ends."""
+        return self.data.sampler is not None and self.world_size > 1 and self.rounds.elapsed >= MIN_STEPS
+
+    def exchange(
+        self, planner: Planner | None, *, not_before: tuple[int, int] = (0, 0), last: bool = False
+    ) -> RoundResult:
         """Run a sync round: gather observations, let rank 0 decide, adopt its plan from an undrawn step on; collective.
 
         Args:
             planner: planner that decides on rank 0; ``None`` keeps the plan.
             not_before: earliest ``(epoch, step)`` for a new plan.
+            last: whether training ends: the planner learns, and nothing changes any more.
 
         Raises:
             PlanMismatchError: if a rank holds another plan.
@@ -181,15 +191,18 @@ class HeteroEngine(EngineData):
                 return self._context(upcoming, noise=self.noise_scale(), epoch_begins=begins)
 
             decision, predicted = decide_round(planner, observations, self.plan, upcoming, context)
+            if last:
+                decision = replace(decision, proposal=None, density=None, stale=None, kept=None)
             return decision, (*predicted, self._even_step(decision.planner or planner, observations))
 
         done = self._run_sync_round(decide, not_before)
-        self.rounds.diagnosis.observe(
-            done.observations,
-            accumulation=self.accumulation,
-            controlled=done.density,
-            message_seconds=None if self.compression is None else self.compression.watch.seconds,
-        )
+        if not last:
+            self.rounds.diagnosis.observe(
+                done.observations,
+                accumulation=self.accumulation,
+                controlled=done.density,
+                message_seconds=None if self.compression is None else self.compression.watch.seconds,
+            )
         return done
 
     def adopt(self, plan: BatchPlan, reason: str = "given", *, not_before: tuple[int, int] = (0, 0)) -> PlanEntry:

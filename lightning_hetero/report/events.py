@@ -105,6 +105,7 @@ def run_table(run: RunRecord) -> Table:
         ("ended", plain(end.status) if end else "no end is recorded: the run was killed, or it still runs"),
         ("recorded time", number("run.time", last, "seconds")),
         ("synchronized steps", number("run.steps", steps, "count")),
+        ("of which after the last sync round", number("run.unseen", run.unseen, "count")),
         ("sync rounds recorded", number("run.rounds", len(run.rounds), "count")),
         ("workers", number("run.workers", run.workers, "count")),
         ("total batch at the start", number("run.total_batch_size", header.total_batch_size, "count")),

@@ -701,9 +701,9 @@ def _watching(rank, replan, samples, moves_total, epochs):
 
 
 def test_planners_are_told_where_the_number_of_micro_batches_may_change():
-    """Looks after 12 and 24 of 33 steps, at the second epoch, and after 12 and 24 steps of that."""
+    """Looks after 12 and 24 of 33 steps, at the second epoch, after 12 and 24 steps of that, and when training ends."""
     looks = run_ranks(_watching, 2, 12, 66, False, 2)[0]
-    assert [begins for begins, _ in looks] == [False, False, True, False, False]
+    assert [begins for begins, _ in looks] == [False, False, True, False, False, False]
 
 
 @pytest.mark.parametrize(("replan", "samples"), [(8, 48), (4, 42)], ids=["nothing new", "few steps"])
@@ -717,9 +717,9 @@ def test_a_planner_of_the_total_is_asked_at_the_start_of_each_epoch_however_ofte
 
 
 def test_a_planner_of_the_total_is_not_asked_at_the_start_of_each_short_epoch():
-    """Of four steps each: every second one."""
+    """Of four steps each: every second one, and when training ends."""
     looks = run_ranks(_watching, 2, 1000, 8, True, 6)[0]
-    assert [begins for begins, _ in looks] == [True, True]
+    assert [begins for begins, _ in looks] == [True, True, False]
 
 
 @pytest.mark.parametrize("replan", [1, 4])

@@ -74,6 +74,34 @@ def test_a_prediction_is_that_of_the_planner_that_has_seen_the_steps():
     assert engine.exchange(Counts()).predicted == 1.0
 
 
+@dataclass(frozen=True)
+class Moves(Counts):
+    """Proposes another plan each time."""
+
+    def decide(self, observations, current, context):
+        plan = BatchPlan(current.total_batch_size, current.local_batch_sizes, step_time=1.0 + self.seen)
+        return Decision(Moves(self.seen + 1), Proposal(plan, "why not"))
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_in_the_last_round_the_planner_learns_and_nothing_changes(monkeypatch, last):
+    engine, warned = alone(), []
+    monkeypatch.setattr(engine.rounds.diagnosis, "observe", lambda seen, **known: warned.append(1))
+    train(engine, *range(8))
+    before = len(engine.plan_history)
+    done = engine.exchange(Moves(), not_before=(0, 9), last=last)
+    assert (done.planner.seen, done.observations.num_steps > 0) == (1, True)
+    assert (done.entry is None, len(engine.plan_history) - before, warned) == (
+        (True, 0, []) if last else (False, 1, [1])
+    )
+
+
+def test_a_run_of_one_worker_has_no_last_round():
+    engine = alone()
+    train(engine, *range(8))
+    assert not engine.steps_to_conclude
+
+
 @pytest.mark.parametrize("choice", [None, DensityChoice(0.1, 4, 1.0, 1.0, 0.1, 0.1)])
 def test_the_diagnosis_of_the_link_is_told_of_a_controller(monkeypatch, choice):
     engine, told = alone(), []

@@ -150,6 +150,7 @@ def expected(path, epoch=None):
         **{name: rounds[-1][name] for name in ("density", "sent_bytes") if name in rounds[-1]},
         "run.time": end["time"],
         "run.steps": end["steps"],
+        "run.unseen": end["steps"] - sum(one["count"] for one in rounds),
         "run.rounds": len(rounds),
         "run.workers": len(head["workers"]),
         "run.total_batch_size": head["total_batch_size"],

@@ -108,6 +108,11 @@ class RunRecord:
         return len(self.problems)
 
     @property
+    def unseen(self) -> int:
+        """Steps after the last sync round, of which nothing is recorded."""
+        return 0 if self.end is None else max(self.end.steps - sum(one.count for one in self.rounds), 0)
+
+    @property
     def workers(self) -> int:
         """Number of workers."""
         return len(self.header.workers)

@@ -102,6 +102,8 @@ def _rows(figures: RunFigures) -> Iterator[tuple[str, ...]]:
 
 
 NO_BOUND = 2**31
+UNSEEN = 0.05
+"""Share of the steps after the last sync round from which the summary says so."""
 
 
 def _lines(figures: RunFigures) -> Iterator[str]:
@@ -146,5 +148,7 @@ def _step(figures: RunFigures) -> str:
 
 
 def _ending(run: RunRecord) -> Iterator[str]:
+    if run.end is not None and run.unseen > UNSEEN * run.end.steps:
+        yield f"the last {run.unseen} of {run.end.steps} steps are not in these figures: no sync round followed them"
     if run.end is not None and run.end.status != "finished":
         yield f"ended early: {run.end.status}"

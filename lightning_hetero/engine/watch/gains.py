@@ -8,7 +8,7 @@ import numpy as np
 from lightning_hetero.core.batching.plan import PlanEntry
 from lightning_hetero.core.observations import StepObservations
 
-__all__ = ["Gain", "GainMeter"]
+__all__ = ["MIN_STEPS", "Gain", "GainMeter"]
 
 MIN_STEPS = 4
 """Fewest timed steps that give a median."""

@@ -69,6 +69,18 @@ def test_a_run_that_failed_says_so():
     assert "ended early" not in summary_of(run).text()
 
 
+@pytest.mark.parametrize("more", [0, 1, 40])
+def test_steps_that_no_sync_round_has_seen_are_named(more):
+    run = a_run()
+    seen = sum(one.count for one in run.rounds)
+    ended = replace(run, end=EndRecord(1.0, 0, 3, seen + more))
+    said = f"the last {more} of {seen + more} steps are not in these figures: no sync round followed them"
+    assert ended.unseen == more
+    assert (said in summary_of(ended).lines) == (more > 0.05 * seen)
+    assert ("not in these figures" in summary_of(ended).text()) == (more == 40)
+    assert replace(run, end=None).unseen == replace(run, end=EndRecord(1.0, 0, 3, seen - 1)).unseen == 0
+
+
 def test_without_timed_steps_the_verdict_says_so():
     assert "no step was timed" in summary_of(RunRecord.of([header()])).text()
 
