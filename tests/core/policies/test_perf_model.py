@@ -1,7 +1,9 @@
 """Policies in closed loop with simulated clusters: they see noisy times only, and are judged by the true ones."""
 
+import ast
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -500,6 +502,23 @@ def test_a_gain_that_may_be_luck_is_said_with_the_jitter_that_makes_it_so(noise,
     now = 1e3 * decision.planner.predict(even_plan(ctx), ctx)
     assert figures.startswith(f"they take {now:.1f} ms, the workers' single" if short else "their single")
     assert figures.endswith("is beyond luck; a larger batch helps" if short else "is beyond luck")
+
+
+def test_the_page_of_questions_has_all_reasons_to_keep_a_split():
+    root = Path(__file__).parents[3]
+    answer = (root / "docs" / "faq.md").read_text().split("### The split stays equal")[1].split("\n### ")[0]
+    rows = [row.strip("| ").split(" | ") for row in answer.splitlines() if row.startswith("| `")]
+    sources = [
+        root / "lightning_hetero" / "core" / "policies" / f"{name}.py" for name in ("perf_model", "split_reasons")
+    ]
+    code = "".join(source.read_text() for source in sources)
+    named = {row[0].strip("`").split(":")[0].split("=")[0] for row in rows}
+    assert all(f'"{name}' in code for name in named), "no reason that is not given"
+    constants = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
+    given = {
+        re.split("[:=]", text)[0] for text in constants if isinstance(text, str) and re.match(r"[a-z ]+[:=]", text)
+    }
+    assert given == named
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.1])
