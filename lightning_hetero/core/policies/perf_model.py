@@ -13,6 +13,7 @@ from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.newest_speed import since_change
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import Decision, PlanContext, Proposal
+from lightning_hetero.core.policies.split_reasons import costs_too_much, not_beyond_luck
 from lightning_hetero.core.policies.split_rule import RuleSettings, cost, doubt, horizon
 from lightning_hetero.core.timing.filters.time_posterior import TimePosterior
 from lightning_hetero.core.timing.link_times import LinkTimes
@@ -189,17 +190,14 @@ class PerfModelPlanner:
         gain, unknown = predicted.saving(cluster, plan.local_batch_sizes, scaled)
         steps = horizon(gain, times.walks, times.probability, self.steps, self.settings)
         costs = self.cost(now, context)
-        other = f"{'/'.join(map(str, plan.local_batch_sizes))} would take {max(gain, 0.0):.1%} less"
         if gain * now * steps <= costs:
-            kept = (
-                f"a change would cost more than it saves: {other} for {steps:.0f} steps, and costs {costs * 1e3:.1f} ms"
-            )
-            return Decision(self, kept=kept)
+            fixed = context.change_cost or 0.0
+            return Decision(self, kept=costs_too_much(plan.local_batch_sizes, gain, now, steps, costs, fixed))
         equal = max(current.local_batch_sizes) - min(current.local_batch_sizes) <= 1
         least = doubt(times.jitter, times.moving, equal, self.settings) * unknown
         if gain < least:
-            kept = f"too little is known of the workers yet: {other}, and only a gain of {least:.1%} is beyond luck"
-            return Decision(self, kept=kept)
+            jitter = times.single_steps(running)
+            return Decision(self, kept=not_beyond_luck(plan.local_batch_sizes, gain, now, least, jitter))
         here = predicted.waiting_factor(running)
         then = predicted.waiting_factor(plan.local_batch_sizes) / here * (plan.step_time or now)
         saved = 1.0 - then / now

@@ -3,16 +3,13 @@
 import math
 from collections.abc import Iterator
 
+from lightning_hetero.core.policies.split_reasons import SHORT_STEP, WORTH
 from lightning_hetero.core.report.analysis import RunFigures
 from lightning_hetero.core.report.limit import BOUND_BY_LINK
 from lightning_hetero.core.report.what_if import WhatIf, what_if
 
 __all__ = ["advice"]
 
-WORTH = 0.02
-"""Least gain that is worth an advice."""
-SHORT = 0.015
-"""Seconds of a step below which workers can hardly be balanced."""
 IDLE = 0.1
 """Share of idle time from which something is said about it."""
 MOST = 3
@@ -72,7 +69,7 @@ def _text(change: WhatIf) -> str:
 
 
 def _of_steps(figures: RunFigures) -> Iterator[str]:
-    if figures.step_time < SHORT and figures.idle > IDLE:
+    if figures.step_time < SHORT_STEP and figures.idle > IDLE:
         yield (
             f"steps of {figures.step_time * 1e3:.3g} ms are too short to balance: a larger batch, or "
             'strategy="hetero_elastic"'

@@ -193,3 +193,8 @@ class Times:
         row = np.stack([outside * sizes, outside * one, backward * sizes, backward * one], axis=1)
         variance = np.einsum("ni,nij,nj->n", row, self.covariance, row)
         return np.einsum("ni,ni->n", row, self.mean), np.sqrt(np.maximum(variance, 0.0))
+
+    def single_steps(self, sizes: Array) -> Array:
+        """Return the relative standard deviation of ``a + P`` in single steps at these sizes, shape ``(workers,)``."""
+        parts = np.stack(self.parts(sizes), axis=1)
+        return np.asarray(np.hypot(*(parts * self.jitter).T) / parts.sum(axis=1))

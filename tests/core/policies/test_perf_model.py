@@ -1,7 +1,9 @@
 """Policies in closed loop with simulated clusters: they see noisy times only, and are judged by the true ones."""
 
+import ast
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -407,6 +409,126 @@ def test_a_decision_leaves_the_planner_as_it_was():
     learned, _ = planner.decide(measure(CLUSTER, (64, 64, 64), np.random.default_rng(0)), even_plan(ctx), ctx)
     assert planner == PerfModelPlanner()
     assert learned != planner
+
+
+# -- why the split stays
+
+
+def pair(slower, scale=1.0, fixed=0.0):
+    """Two workers, of which the second takes ``slower`` times as long."""
+    nodes = [NodeTimeModel(scale * 4e-4 * x, fixed, scale * 6e-4 * x, 0.0) for x in (1.0, slower)]
+    return ClusterTimeModel(tuple(nodes))
+
+
+def kept(cluster, ctx, sizes, *, noise=0.0, seed=0, planner=None, steps=10):
+    """The reason to keep these sizes, and the decision."""
+    seen = measure(cluster, sizes, np.random.default_rng(seed), noise=noise, steps=steps)
+    decision = (planner or PerfModelPlanner()).decide(seen, BatchPlan(sum(sizes), sizes), ctx)
+    assert decision.proposal is None
+    return decision.kept, decision
+
+
+def test_nothing_is_said_of_workers_before_all_of_them_were_timed():
+    few = "too few observations: not every worker's time is known"
+    for planner in (PerfModelPlanner(), learned("perf_model", context(192, 3))):
+        new = replace(context(192, 3), identities=("host-0", "host-1", "new"))
+        assert planner.decide(StepObservations.empty(3), even_plan(new), new).kept == few
+
+
+def test_equal_workers_are_said_to_be_equally_fast():
+    same = "workers are equally fast: equal sizes are the optimum"
+    assert kept(pair(1.0), context(40, 2), (20, 20))[0] == same
+    assert kept(pair(1.0, scale=1e-2), context(40, 2), (20, 20))[0] == same, "also in steps of 0.2 ms"
+    assert kept(pair(3.0), context(40, 2), (30, 10))[0] != same
+
+
+@pytest.mark.parametrize(
+    ("bounds", "sizes", "ranks"),
+    [
+        ({"max_local": (25, 40)}, (25, 15), "0"),
+        ({"min_local": (1, 15)}, (25, 15), "1"),
+        ({"min_local": (1, 20), "max_local": (20, 40)}, (20, 20), "0, 1"),
+    ],
+)
+def test_a_rank_at_a_bound_is_named(bounds, sizes, ranks):
+    said = f"bounds hold: rank {ranks} at its minimum or maximum; the split is the optimum"
+    assert kept(pair(3.0), context(40, 2, **bounds), sizes)[0] == said
+
+
+def test_a_split_that_is_the_optimum_is_said_to_be():
+    said = "the optimum runs already: the time model predicts no shorter step with another split"
+    assert kept(pair(3.0), context(40, 2), (30, 10))[0] == said
+
+
+@pytest.mark.parametrize(("scale", "short"), [(1.0, False), (0.1, True)])
+def test_a_change_that_costs_more_than_it_saves_is_said_with_both(scale, short):
+    """22/18 takes 10 % less than 20/20; in a young run that counts for 256 steps at most."""
+    cluster, ctx = pair(1.2222, scale), context(40, 2, change_cost=25.0 * 24.4e-3 * scale)
+    text, decision = kept(cluster, ctx, (20, 20))
+    planner, running, other = decision.planner, even_plan(ctx), BatchPlan(40, (22, 18))
+    times = planner.times.times(ctx.identities)
+    model = planner._prediction(times, ctx).model(np.array(running.local_batch_sizes))
+    gain, _ = saving(planner, model, times, other, running, ctx)
+    assert gain == pytest.approx(1.0 - cluster.step_time((22, 18)) / cluster.step_time((20, 20)), abs=0.005)
+    steps = horizon(gain, times.walks, times.probability, planner.steps, planner.settings)
+    now = model.step_time((20, 20))
+    cost = planner.cost(now, ctx)
+    assert gain * now * steps <= cost
+    figures = re.search(r"22/18 would take ([\d.]+)% less for (\d+) steps, and costs ([\d.]+) ms", text)
+    less, said, paid = map(float, figures.groups())
+    assert less == pytest.approx(100 * gain, abs=0.051)
+    assert said == pytest.approx(steps, abs=0.51)
+    assert paid == pytest.approx(1e3 * cost, abs=0.051)
+    assert text.startswith(
+        "steps are too short to balance: they take 2.4 ms, 22/18 " if short else "a change would cost"
+    )
+    assert text.endswith("; a larger batch helps") is short
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.3])
+@pytest.mark.parametrize(("scale", "short"), [(10.0, False), (0.05, True)])
+def test_a_gain_that_may_be_luck_is_said_with_the_jitter_that_makes_it_so(noise, scale, short):
+    """As measured: the deviation of each worker's own steps, as a share of their mean."""
+    ctx, doubtful = context(40, 2), PerfModelPlanner(settings=RuleSettings(doubt=15.0))
+    seen = measure(pair(1.5, scale), (20, 20), np.random.default_rng(1), noise=noise, steps=400)
+    decision = doubtful.decide(seen, even_plan(ctx), ctx)
+    seconds = seen.outside_backward + seen.backward
+    measured = np.sort(seconds.std(axis=0) / seconds.mean(axis=0))
+    found = re.search(r"single steps vary by ([\d.]+)%(?: to ([\d.]+)%)?, \d+/\d+ would take", decision.kept).groups()
+    said = [float(found[0]), float(found[1] or found[0])]
+    assert said == pytest.approx(100 * measured, rel=0.1)
+    kind, _, figures = decision.kept.partition(": ")
+    assert kind == ("steps are too short to balance" if short else "too little is known of the workers yet")
+    now = 1e3 * decision.planner.predict(even_plan(ctx), ctx)
+    assert figures.startswith(f"they take {now:.1f} ms, the workers' single" if short else "their single")
+    assert figures.endswith("is beyond luck; a larger batch helps" if short else "is beyond luck")
+
+
+def test_the_page_of_questions_has_all_reasons_to_keep_a_split():
+    root = Path(__file__).parents[3]
+    answer = (root / "docs" / "faq.md").read_text().split("### The split stays equal")[1].split("\n### ")[0]
+    rows = [row.strip("| ").split(" | ") for row in answer.splitlines() if row.startswith("| `")]
+    sources = [
+        root / "lightning_hetero" / "core" / "policies" / f"{name}.py" for name in ("perf_model", "split_reasons")
+    ]
+    code = "".join(source.read_text() for source in sources)
+    named = {row[0].strip("`").split(":")[0].split("=")[0] for row in rows}
+    assert all(f'"{name}' in code for name in named), "no reason that is not given"
+    constants = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
+    given = {
+        re.split("[:=]", text)[0] for text in constants if isinstance(text, str) and re.match(r"[a-z ]+[:=]", text)
+    }
+    assert given == named
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.1])
+def test_a_gain_below_the_hysteresis_is_said_with_it(scale):
+    """However short steps are: longer ones would not be split either."""
+    cluster, ctx = pair(3.0, scale), context(40, 2, hysteresis=0.55)
+    said = r"the predicted gain is below hysteresis=0\.55: 30/10 would take ([\d.]+)% less, waiting in single steps .*"
+    found = re.fullmatch(said, kept(cluster, ctx, (20, 20))[0])
+    saved = 1.0 - cluster.step_time((30, 10)) / cluster.step_time((20, 20))
+    assert float(found.group(1)) == pytest.approx(100 * saved, abs=0.5)
 
 
 # -- an earlier run

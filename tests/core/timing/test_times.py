@@ -65,3 +65,15 @@ def test_seconds_and_errors_are_those_of_drawn_coefficients():
         q, s, k, m = rng.multivariate_normal(mean[worker], times.covariance[worker], 200_000).T
         drawn = 2.0 * (q * sizes[worker] + s) + 0.3 * (k * sizes[worker] + m)
         assert errors[worker] == pytest.approx(drawn.std(), rel=0.02)
+
+
+def test_single_steps_vary_as_the_sum_of_two_parts_that_vary_each_by_itself():
+    rng, sizes = np.random.default_rng(0), np.array([10.0, 40.0])
+    mean = np.array([[0.001, 0.01, 0.002, 0.02], [0.003, 0.0, 0.004, 0.01]])
+    jitter = np.array([[0.3, 0.1], [0.02, 0.2]])
+    times = Times(mean, np.zeros((2, 4, 4)), jitter, np.ones(1), np.ones(1))
+    drawn = sum(
+        part * (1 + deviation * rng.standard_normal((200_000, 2)))
+        for part, deviation in zip(times.parts(sizes), jitter.T, strict=True)
+    )
+    np.testing.assert_allclose(times.single_steps(sizes), drawn.std(axis=0) / drawn.mean(axis=0), rtol=0.01)

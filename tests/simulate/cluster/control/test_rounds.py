@@ -1,8 +1,11 @@
 """Rounds of a simulation: decisions ahead of the batches that are drawn, and what is noted of each round."""
 
+import re
+
 import numpy as np
 import pytest
 
+from lightning_hetero.comm.agreement.plan_log import SplitLog
 from lightning_hetero.comm.agreement.sync_schedule import SyncSchedule
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.policies.base import Decision, Proposal
@@ -149,3 +152,47 @@ def test_a_round_out_of_turn_moves_the_next_one():
     simulator.advance(15)
     simulator.sync_round()
     assert [round_.step for round_ in simulator.run(20).rounds] == [10, 15, 25, 35]
+
+
+def said(caplog, scale, jitter, seed, **settings):
+    """Result of 200 steps of three workers that hardly differ, and what a log says of a split that stays."""
+    devices = [
+        DeviceProfile(scale * 0.35e-3 / v, scale * 0.01, scale * 0.65e-3 / v, scale * 0.01, jitter=jitter)
+        for v in (1.0, 0.9, 0.85)
+    ]
+    result, log = ClusterSimulator(devices, 60, seed=seed, replan=8, **settings).run(200), SplitLog(speaks=True)
+    caplog.clear()
+    with caplog.at_level("INFO", logger="lightning_hetero"):
+        for round_ in result.rounds:
+            log.note_kept(Decision(None, kept=round_.kept))
+    return result, caplog.messages
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_log_says_of_noisy_steps_by_how_much_they_vary(caplog, seed):
+    """Each time varies by 25 %, and the longest of a round count less: that of a step by 14 to 18."""
+    result, messages = said(caplog, 2.0, 0.25, seed)
+    kinds = [message.split(": ")[1] for message in messages]
+    assert "too little is known of the workers yet" in kinds
+    assert all(one != next_ for one, next_ in zip(kinds, kinds[1:], strict=False))
+    assert len(kinds) < len(result.rounds) / 3
+    assert not any("too short" in text for text in messages), "of 87 ms"
+    late = [round_.kept for round_ in result.rounds if round_.step > 40 and "beyond luck" in (round_.kept or "")]
+    assert late
+    for text in late:
+        low, high = re.search(r"vary by ([\d.]+)%(?: to ([\d.]+)%)?,", text).groups()
+        assert 12 <= float(low) <= float(high or low) <= 21
+
+
+@pytest.mark.parametrize(("jitter", "settings"), [(0.3, {}), (0.01, {"change_cost": 0.08})], ids=["noise", "cost"])
+def test_a_log_says_that_steps_are_too_short(caplog, jitter, settings):
+    """And how long they take; nothing of the kind of the same workers in steps that take a hundred times as long."""
+    result, messages = said(caplog, 0.02, jitter, 2, **settings)
+    short = [message for message in messages if "too short" in message]
+    assert short
+    for text in short:
+        found = re.match(r"the split stays: steps are too short to balance: they take ([\d.]+) ms, ", text)
+        assert float(found.group(1)) == pytest.approx(1e3 * result.exact[0], abs=0.2)
+    longer, others = said(caplog, 2.0, jitter, 2, **settings)
+    assert longer.exact[0] == pytest.approx(100 * result.exact[0])
+    assert not any("too short" in message for message in others)
