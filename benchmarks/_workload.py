@@ -21,7 +21,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import BatchPlan, DynamicBatchPIDCallback, GNSCallback, HeteroDDPStrategy, PerfModelCallback
 from lightning_hetero.core import StepObservations
+from lightning_hetero.engine.watch import time_budget
 from lightning_hetero.report import read_run
+
+MAX_SHARE = time_budget.MAX_SHARE
 
 torch.set_num_threads(1)
 warnings.filterwarnings("ignore", category=PossibleUserWarning)
@@ -120,6 +123,43 @@ class Switched(L.Callback):
             raise SystemExit(f"the noise scale saw {self.noise.number} of {trainer.global_step} steps, not half")
 
 
+class RecordSwitched(L.Callback):
+    """Takes the recorder out of the training for every other sync round; no round is left out to save time."""
+
+    switches = True
+
+    def __init__(self):
+        self.rounds = []  # whether it was recorded, its steps, and their seconds by the clock and by the processor
+
+    def on_train_start(self, trainer, pl_module):
+        self.rank0 = trainer.global_rank == 0
+        time_budget.MAX_SHARE = 1.0 if self.switches else MAX_SHARE
+        self.recorder, self.round = trainer.strategy.engine.rounds.watch.recorder, 0
+        self.mark = 0, time.perf_counter(), time.process_time()
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        rounds = trainer.strategy.engine.rounds
+        if rounds.schedule.last == self.round:
+            return
+        now = batch_idx, time.perf_counter(), time.process_time()
+        took = (b - a for a, b in zip(self.mark, now, strict=True))
+        self.rounds.append((rounds.watch.recorder is not None, *took))
+        self.round, self.mark = rounds.schedule.last, now
+        if self.switches:
+            rounds.watch.recorder = None if rounds.watch.recorder is not None else self.recorder
+
+    def on_train_end(self, trainer, pl_module):
+        on = [one[0] for one in self.rounds]
+        if self.switches and self.rank0 and (self.recorder is None or on != [i % 2 == 0 for i in range(len(on))]):
+            raise SystemExit("the recorder was not switched off and on")
+
+
+class Rounds(RecordSwitched):
+    """Notes the sync rounds, and leaves the recorder as it is."""
+
+    switches = False
+
+
 class Observations(L.Callback):
     """Keeps everything that the ranks observed."""
 
@@ -145,8 +185,10 @@ def strategy_of(kind):
     }.get(kind, [])
     if kind == "ddp":
         return "ddp", callbacks
-    if kind in ("recorded", "unrecorded"):
-        return HeteroDDPStrategy(report=tempfile.gettempdir() if kind == "recorded" else False), callbacks
+    if kind in ("recorded", "unrecorded", "rounds"):
+        return HeteroDDPStrategy(report=False if kind == "unrecorded" else tempfile.gettempdir()), callbacks
+    if kind == "record_switched":
+        return HeteroDDPStrategy(report=tempfile.gettempdir(), replan=20), callbacks
     if kind == "script":
         return HeteroDDPStrategy(policy="even", replan=10), callbacks
     return HeteroDDPStrategy(policy="even" if kind == "even" else None), callbacks
@@ -164,7 +206,7 @@ def main():
     parser.add_argument("--kind", default="perf_model")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--switched", type=int, default=1, help="times as many steps where the noise scale is switched")
+    parser.add_argument("--switched", type=int, default=1, help="times as many steps where something is switched")
     parser.add_argument("--samples", type=int, default=0)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--size", type=int, default=16)
@@ -190,8 +232,10 @@ def train(kind, args):
     strategy, callbacks = strategy_of(kind)
     steps, observations = Steps(json.loads(args.script)), Observations()
     extra = [steps] if kind == "ddp" or args.bare else [steps, observations]
-    extra += [Switched()] if kind == "gns_switched" else []
-    count = args.steps * (args.switched if kind == "gns_switched" else 1)
+    switches = {"gns_switched": Switched, "record_switched": RecordSwitched, "rounds": Rounds}
+    switch = switches[kind]() if kind in switches else None
+    extra += [] if switch is None else [switch]
+    count = args.steps * (1 if switch is None else args.switched)
     trainer = L.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -217,6 +261,7 @@ def train(kind, args):
         "parameters": sum(p.numel() for p in model.parameters()),
         "history": history,
         "recording": recording(kind),
+        "rounds": getattr(switch, "rounds", []),
         "observations": observations.stacked(),
     }
 

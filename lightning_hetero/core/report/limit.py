@@ -14,6 +14,8 @@ BOUND_BY_DATA = 0.2
 """Share of the step from which loading is what limits it."""
 BOUND_BY_REST = 0.25
 """Share of the step, neither computing nor the link, from which this is what limits it."""
+NAMED = 3
+"""Most workers that are named."""
 NAMES = {"data": "loader", "forward": "forward pass", "backward": "backward pass", "optimizer": "optimizer"}
 """Words for the phases."""
 
@@ -45,8 +47,10 @@ def limit_of(figures: RunFigures) -> str:
     if len(compute) == 1 or len(last) > 1:
         loads = float(np.mean([figures.workers[rank].phases["data"] for rank in last]))
         what = "loading" if loads > BOUND_BY_DATA * figures.step_time else "computing"
-        of = "all" if len(last) == len(compute) else f"{len(last)} of {len(compute)}"
-        return what if len(compute) == 1 else f"{what}, balanced over {of} workers"
+        if len(last) == len(compute):
+            return what if len(compute) == 1 else f"{what}, balanced over all workers"
+        names = ", ".join(map(str, last[:-1])) + f" and {last[-1]}"
+        return f"{what} of {f'ranks {names}' if len(last) <= NAMED else f'{len(last)} of {len(compute)} workers'}"
     others = [one for one in figures.workers if one.rank != slowest]
     excess = {
         name: figures.workers[slowest].phases[name] - float(np.mean([one.phases[name] for one in others]))

@@ -111,6 +111,7 @@ class StragglerDetector:
         self.active: dict[int, Straggler] = {}
         self.lost = 0.0
         self._past, self._link = Past(workers, len(PHASES), settings), Past(1, 1, settings)
+        self._whole_link = np.nan  # seconds of all all-reduces of a step, as of the newest usual round
         self._slower = np.zeros(workers, dtype=int)  # rounds in which others waited for the worker
 
     @property
@@ -242,6 +243,9 @@ class StragglerDetector:
     def _judge_link(self, judged: RoundTimes, resized: bool) -> list[Straggler]:
         settings, past, events = self.settings, self._link, []
         now, one = judged.link, self.active.get(LINK)
+        if resized and one is None and past.tried[0]:
+            # Another split hides another part of the all-reduces behind the backward pass, at worst nothing of them.
+            past.forget([0], np.array([[max(float(past.expected[0, 0]), self._whole_link)]]))
         beyond = 0.0 if not past.tried[0] else now - float(past.expected[0, 0])
         usual = max(now - beyond, 0.02 * judged.step)
         error = float(np.hypot(judged.link_error, past.spread[0] ** 0.5 * usual))
@@ -252,9 +256,10 @@ class StragglerDetector:
                 one.update(0.0)
                 del self.active[LINK]
                 events.append(one)
-        elif not resized and beyond > max(settings.deviations * error, settings.min_cost * judged.step):
+        elif beyond > max(settings.deviations * error, settings.min_cost * judged.step):
             events.append(self._begin(judged, LINK, "link", len(judged.rows), beyond, beyond))
         if LINK not in self.active:
+            self._whole_link = judged.whole_link
             if resized:
                 past.forget([0], np.array([[now]]))
             suspicious = np.array([beyond > self._suspicious * judged.step])

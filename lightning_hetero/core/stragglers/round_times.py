@@ -32,6 +32,11 @@ def exposed_link(observations: StepObservations) -> Array:
     return np.asarray(np.maximum((last - observations.backward).min(axis=1), observations.last_sync.min(axis=1)))
 
 
+def _whole_link(observations: StepObservations) -> Array:
+    """Return the seconds of all all-reduces of each step, by the worker that waits least for others in them."""
+    return np.asarray(observations.overlapped_sync.min(axis=1) + observations.last_sync.min(axis=1))
+
+
 @dataclass(frozen=True)
 class RoundTimes:
     """Times of a round's newest steps, all at one split.
@@ -45,6 +50,7 @@ class RoundTimes:
         step: seconds of a step.
         link: seconds that even the last worker waits for the all-reduce.
         link_error: its standard error.
+        whole_link: seconds of all all-reduces of a step, those beside the backward pass included.
 
     Example:
         >>> sizes, zeros = np.full((8, 2), 8.0), np.zeros((8, 2))
@@ -61,6 +67,7 @@ class RoundTimes:
     step: float
     link: float
     link_error: float
+    whole_link: float
 
     @classmethod
     def of(cls, observations: StepObservations, accumulation: int, settings: StragglerSettings) -> "RoundTimes":
@@ -83,6 +90,7 @@ class RoundTimes:
             max(float(np.median(step)), shortest),
             float(np.median(link)),
             float(_error(link[:, None], np.array([np.median(link)]))[0]),
+            float(np.median(_whole_link(observations)[newest])),
         )
 
     def steps_since(self, rank: int, level: float) -> int:
