@@ -66,6 +66,7 @@ bench: venv
 	$(BIN)/python benchmarks/balance.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/recording.py
+	$(BIN)/python benchmarks/recording.py --rounds
 	$(BIN)/python benchmarks/adaptive.py
 	$(BIN)/python benchmarks/compression.py
 	$(BIN)/python benchmarks/convergence.py

@@ -540,6 +540,18 @@ def test_cost_of_the_record_is_that_of_the_benchmark():
         same_when_rounded(most, row["most_own_%"])
 
 
+def test_cost_of_a_recorded_round_is_that_of_the_benchmark():
+    table, result = quoted("recording_rounds")
+    for (name, cost, between, share, most), row in zip(table, result["rows"], strict=True):
+        assert name == f"{row['model']}, batch {row['batch']}"
+        same_when_rounded(cost, row["round_ms"], row["round_ms_error"])
+        same_when_rounded(between, row["steps_between"])
+        same_when_rounded(share, row["share_%"])
+        same_when_rounded(most, row["share_below_%"])
+        assert row["round_ms"] - row["round_ms_error"] < 0.0, "no cost can be told from zero"
+        assert row["share_below_%"] < 0.5
+
+
 def test_cost_of_the_noise_scale_is_that_of_the_benchmark():
     (_, table), *others = NUMBERS.findall(TEXTS[ROOT / "docs" / "noise-scale.md"])
     assert not others
