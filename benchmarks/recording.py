@@ -82,8 +82,7 @@ def main():
         else:
             runs = run(args.pairs, steps, batch, model, 29841 + number)
             rows.append({**row, **compared(runs), "pairs": args.pairs})
-    name = "recording_rounds" if args.rounds else "recording"
-    out = args.out or str(HERE / "results" / f"{name}.json")
+    out = args.out or str(HERE / "results" / ("recording_rounds.json" if args.rounds else "recording.json"))
     write_table(rows, out, "cost of the record, on two equal workers")
 
 
