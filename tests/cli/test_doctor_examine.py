@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_hetero import cli
 from lightning_hetero.cli.doctor import examine as module
 from lightning_hetero.cli.doctor import group as group_module
 from lightning_hetero.cli.doctor.autoload import LONGEST_S, NAMES, Autoload
 from lightning_hetero.cli.doctor.group import Failure
 from tests.cli.findings import process, speed
+from tests.cli.ran import ran
 from tests.helpers import free_port
 
 OPTIONS = SimpleNamespace(seconds=20.0, precision="bfloat16", timeout=7.0, json=True, hosts=False)
@@ -134,12 +134,7 @@ def doctor(given, monkeypatch, capsys):
     def _doctor(*options, **environment):
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        try:
-            code = cli.main(["doctor", *options])
-        except SystemExit as ended:
-            code = ended.code
-        written = capsys.readouterr()
-        return code, written.out, written.err
+        return ran(capsys, "doctor", *options)
 
     return _doctor
 

@@ -1,10 +1,11 @@
 """``lightning-hetero report`` and ``compare`` as a user types them: files, output, exit codes and errors."""
 
 import json
+from functools import partial
 
 import pytest
 
-from lightning_hetero import cli
+from tests.cli.ran import ran
 from tests.report.runs import Cluster, simulated, written
 
 
@@ -29,15 +30,7 @@ def runs(tmp_path_factory):
 def run(capsys):
     """Runs a command: exit code, what it wrote, and its errors."""
 
-    def _run(*arguments):
-        try:
-            code = cli.main(arguments)
-        except SystemExit as ended:
-            code = ended.code
-        written_text = capsys.readouterr()
-        return code, written_text.out, written_text.err
-
-    return _run
+    return partial(ran, capsys)
 
 
 def test_a_page_beside_the_record_a_picture_and_a_trace(run, runs, tmp_path):
