@@ -79,10 +79,9 @@ def samples_per_second(result, start=0):
 
 def predictions(hetero):
     """Step time that the time model expects of the equal and of the last split, in seconds (``None``: not known)."""
-    equal = next(
-        (row["hetero/predicted_step_time"] for row in hetero["metrics"] if "hetero/predicted_step_time" in row), None
-    )
-    return {"ddp": equal, "hetero_ddp": hetero["plans"][-1]["predicted"]}
+    names = ("hetero/speed_up", "hetero/step_time")  # the speed over equal sizes, whose step is predicted
+    known = [row[names[0]] * row[names[1]] for row in hetero["metrics"] if all(name in row for name in names)]
+    return {"ddp": known[-1] if known else None, "hetero_ddp": hetero["plans"][-1]["predicted"]}
 
 
 def sizes(split):
@@ -116,7 +115,7 @@ def report(results):
     lines += [f"{label:28}" + "".join(f"{value(name):>14}" for name in STRATEGIES) for label, value in rows]
     lines += [
         "",
-        "(1) by the time model of the hetero_ddp run: for equal sizes after its first sync round,",
+        "(1) by the time model of the hetero_ddp run: for equal sizes at its last sync round,",
         "    for the last split before its first step",
         f"(2) from step {half} of {len(ddp['splits'])} on, well after the first splits; step times are medians",
         "The log of hetero_ddp compares with what its time model predicts for equal sizes if all workers",

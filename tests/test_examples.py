@@ -155,6 +155,8 @@ def test_demo_reports_and_draws(tmp_path):
     for row in ("predicted step time", "measured step time", "speed-up, second half"):
         assert row in output
     assert "first split, in proportion to measured speed" in output
+    equal, last = map(float, re.search(r"predicted step time \(1\) +(\d+) ms +(\d+) ms", output).groups())
+    assert equal > 1.2 * last, "of equal sizes, and of the last split"
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert f"lightning-hetero report {tmp_path}" in output
     assert read_run(tmp_path).end.status == "finished"
