@@ -67,6 +67,12 @@ class Level:
             return replace(self, variance=self.variance + settings.link_walk**2)
         return self.observe(bound, settings.link_jitter**2, jumps=False, settings=settings)
 
+    def far_above(self, bound: float, steps: int, settings: EstimatorSettings = ESTIMATOR_DEFAULTS) -> bool:
+        """Return whether the median of upper bounds of some steps is so far below that the number must have fallen."""
+        noise = 1.5 * settings.link_jitter**2 / steps + settings.link_rounds**2
+        deviation = (self.variance + settings.link_walk**2 + noise) ** 0.5
+        return bool(np.isfinite(deviation) and self.value - bound > settings.link_jump * deviation * self.value)
+
     def state(self) -> list[float | None]:
         """Return value and variance; ``None`` for an infinite one, which JSON does not have."""
         return [self.value, self.variance if np.isfinite(self.variance) else None]
@@ -109,9 +115,13 @@ class LinkTimes:
         tells = steps_that_tell(seen, accumulation, settings)
         t_o, t_u = estimate_sync_times(seen.overlapped_sync, seen.last_sync, tells)
         before = self.sync.get(workers, (Level(), Level()))
-        overlapped = before[0].below(t_o, settings)
-        if tells.any():
-            overlapped = _followed(before[0], t_o, seen.overlapped_sync.min(axis=1)[tells], settings)
+        least = seen.overlapped_sync.min(axis=1)
+        overlapped = (
+            _followed(before[0], t_o, least[tells], settings) if tells.any() else before[0].below(t_o, settings)
+        )
+        bound = float(np.median(least))  # every step's least is a bound
+        if tells.sum() < settings.link_few_steps <= steps and before[0].far_above(bound, steps, settings):
+            overlapped = Level().below(bound, settings)
         last = _followed(before[1], t_u, seen.last_sync.min(axis=1), settings)
         return replace(self, gamma=gamma, sync={**self.sync, workers: (overlapped, last)})
 

@@ -1,6 +1,7 @@
 """What averaging takes: followed from round to round, and foretold for another number of workers."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -151,3 +152,29 @@ def test_a_bound_lowers_what_is_known_and_never_raises_it():
     assert Level().below(0.8).value == 0.8
     assert Level().below(0.8).variance >= 0.25
     assert Level(0.5, 0.0001).below(0.05).value > 0.05, "one look is not believed at once"
+
+
+@pytest.mark.parametrize("telling", [0, 1, 3])
+def test_a_link_that_is_far_faster_than_known_is_learned_though_few_steps_tell(telling):
+    """What both wait for each other is a bound in every step: below 1 s, it shows that the link recovered."""
+    link = LinkTimes()
+    for _ in range(8):
+        link = link.observe(looks([True] * 8, slower=5.0))
+    fast = link.observe(looks([True] * telling + [False] * (14 - telling), slower=0.5))
+    assert fast.at(2)[0] == pytest.approx(0.4), "the median of the bounds"
+    assert fast.error(2) > 0.1, "a bound says little of how much lower it is"
+    assert fast.observe(looks([True] * 8, slower=0.5)).at(2)[0] == pytest.approx(0.1, rel=0.05)
+    few = link.observe(looks([True] * min(telling, 1) + [False] * 2, slower=0.5))
+    assert few.at(2)[0] > 0.6, "three steps are no jump"
+    near = link.observe(looks([False] * 14, slower=1.1))
+    assert near.at(2)[0] > 0.85, "a bound that is little below is no jump"
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_when_a_level_is_far_above_bounds(seed):
+    draw = np.random.default_rng(seed)
+    level = Level(draw.uniform(0.01, 2.0), 10 ** draw.uniform(-6, 0))
+    bound, steps, settings = level.value * draw.uniform(0, 1.5), int(draw.integers(1, 50)), EstimatorSettings()
+    variance = level.variance + 0.01**2 + 1.5 * 0.1**2 / steps + 0.02**2
+    assert level.far_above(bound, steps, settings) == ((level.value - bound) / level.value > 4 * math.sqrt(variance))
+    assert not Level(level.value).far_above(0.0, steps)
