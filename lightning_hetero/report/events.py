@@ -66,6 +66,7 @@ RELIEVED = {
     "split": "by a new split",
     "recovered": "it recovered",
     "others": "others are slower now",
+    "slower": "it became slower still",
     "run ended": "it lasted until the run ended",
     "": "unknown",
 }

@@ -244,7 +244,7 @@ class StragglerRecord:
         cost: seconds that it adds to a step.
         lost: seconds that the others have waited for it so far.
         relieved: how it ended: ``"split"`` (its share fell), ``"recovered"``, ``"others"`` (others are slower now),
-            ``"run ended"``, or empty.
+            ``"slower"`` (it was slow from the start, and is slower still), ``"run ended"``, or empty.
 
     Example:
         >>> StragglerRecord(9.0, "begin", 2, "data", 0, 31, cost=0.05, lost=0.0).rank

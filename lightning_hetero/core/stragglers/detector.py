@@ -43,7 +43,7 @@ class Straggler:
         lasting: whether it was slower from the start.
         lost: seconds that it has cost so far.
         relieved: how it ended: ``"split"`` (its share fell), ``"recovered"``, ``"others"`` (others are slower now),
-            ``"run ended"``; empty while it lasts.
+            ``"slower"`` (it was slow from the start, and is slower still), ``"run ended"``; empty while it lasts.
         slow: its size and computing seconds in the newest round in which others waited for it.
 
     Example:
@@ -110,8 +110,7 @@ class StragglerDetector:
         self.workers, self.settings = workers, settings
         self.active: dict[int, Straggler] = {}
         self.lost = 0.0
-        self._past, self._link = Past(workers, len(PHASES), settings), Past(1, 1, settings)
-        self._whole_link = np.nan  # seconds of all all-reduces of a step, as of the newest usual round
+        self._past, self._link = Past(workers, len(PHASES), settings), Past(1, 2, settings)
         self._slower = np.zeros(workers, dtype=int)  # rounds in which others waited for the worker
 
     @property
@@ -143,12 +142,10 @@ class StragglerDetector:
         resized = bool((known & (judged.sizes != self._past.sizes)).any())
         self._past.resize(judged.sizes)
         self._link.resize(np.ones(1))
-        events = self._judge_workers(judged, resized) + self._judge_link(judged, resized)
+        events = self._judge_workers(judged, resized) + self._judge_link(judged)
         self._charge(elapsed)
         for one in events:
             one.date(earlier=one.ago >= len(judged.rows) < elapsed)
-            if one.relieved:
-                self.active.pop(one.rank, None)
         return events
 
     def _charge(self, steps: int) -> None:
@@ -169,7 +166,11 @@ class StragglerDetector:
         events = self._end_workers(judged, raised, cost)
         found: list[int] = np.flatnonzero(raised & (cost > settings.min_cost * judged.step)).tolist()
         for rank in found:
-            if rank not in self.active:
+            before = self.active.get(rank)
+            if before is not None and before.lasting:  # slow from the start, and now slower than that
+                before.end("slower")
+                events.append(before)
+            if before is None or before.relieved:
                 phase = PHASES[int(np.argmax(excess[rank]))]
                 ago = judged.steps_since(rank, float(past.expected[rank].sum() + 0.5 * beyond[rank]))
                 events.append(self._begin(judged, rank, phase, ago, cost[rank], beyond[rank]))
@@ -181,16 +182,13 @@ class StragglerDetector:
     def _costs(self, judged: RoundTimes, beyond: Array, raised: Flags) -> Array:
         """Return what each raised worker, and each lasting straggler, adds to the step: the others' wait for it."""
         cost = np.zeros(self.workers)
-        lasting = [rank for rank, one in self.active.items() if one.lasting]
-        odd = raised.copy()
-        odd[lasting] = True
-        others = judged.compute[~odd]
+        odd, fault = raised.copy(), raised
+        odd[[rank for rank, one in self.active.items() if one.lasting]] = True
+        others = judged.asks[~odd]
         if not len(others):
             return cost  # all workers are slower than before: none of them makes the others wait
-        waits = np.maximum(judged.compute - others.max(), 0.0)
+        waits = np.maximum(judged.asks - others.max(), 0.0)
         cost[odd] = waits[odd]
-        fault = raised.copy()
-        fault[lasting] = False
         cost[fault] = np.minimum(cost[fault], beyond[fault])
         return cost
 
@@ -224,9 +222,9 @@ class StragglerDetector:
 
     def _lasting(self, judged: RoundTimes, resized: bool) -> list[Straggler]:
         """Return the worker that others have waited for in several rounds, with nothing done about it."""
-        slowest = int(judged.compute.argmax())
-        others = np.delete(judged.compute, slowest)
-        waits = float(judged.compute[slowest] - others.max())
+        slowest = int(judged.asks.argmax())
+        others = np.delete(judged.asks, slowest)
+        waits = float(judged.asks[slowest] - others.max())
         slower = waits > self.settings.min_lasting_cost * judged.step and slowest not in self.active
         count = int(self._slower[slowest]) + 1 if slower and not resized else 0
         self._slower[:] = 0
@@ -240,30 +238,26 @@ class StragglerDetector:
         phase = PHASES[int(np.argmax(judged.times[slowest] - usual))]
         return [self._begin(judged, slowest, phase, len(judged.rows), waits, waits, lasting=True)]
 
-    def _judge_link(self, judged: RoundTimes, resized: bool) -> list[Straggler]:
+    def _judge_link(self, judged: RoundTimes) -> list[Straggler]:
+        """Judge the all-reduces: they do not depend on the split, what they add to the step does."""
         settings, past, events = self.settings, self._link, []
-        now, one = judged.link, self.active.get(LINK)
-        if resized and one is None and past.tried[0]:
-            # Another split hides another part of the all-reduces behind the backward pass, at worst nothing of them.
-            past.forget([0], np.array([[max(float(past.expected[0, 0]), self._whole_link)]]))
-        beyond = 0.0 if not past.tried[0] else now - float(past.expected[0, 0])
-        usual = max(now - beyond, 0.02 * judged.step)
-        error = float(np.hypot(judged.link_error, past.spread[0] ** 0.5 * usual))
+        one = self.active.get(LINK)
+        usual = past.expected[0] if past.tried[0] else judged.sync
+        cost = float(judged.asks.max() - judged.asked(*usual).max())
+        beyond = float(judged.sync.sum() - usual.sum())
+        error = float(np.hypot(judged.sync_error, past.spread[0] ** 0.5 * usual.sum()))
         if one is not None:
-            one.update(max(beyond, 0.0))
+            one.update(max(cost, 0.0))
             if beyond < settings.ended * one.excess:
                 one.end("recovered")
                 one.update(0.0)
                 del self.active[LINK]
                 events.append(one)
-        elif beyond > max(settings.deviations * error, settings.min_cost * judged.step):
-            events.append(self._begin(judged, LINK, "link", len(judged.rows), beyond, beyond))
+        elif beyond > settings.deviations * error and cost > settings.min_cost * judged.step:
+            events.append(self._begin(judged, LINK, "link", len(judged.rows), cost, beyond))
         if LINK not in self.active:
-            self._whole_link = judged.whole_link
-            if resized:
-                past.forget([0], np.array([[now]]))
-            suspicious = np.array([beyond > self._suspicious * judged.step])
-            past.learn(np.array([[now]]), np.ones(1, dtype=bool), suspicious)
+            suspicious = np.array([beyond > settings.ended * settings.min_cost * judged.step])
+            past.learn(judged.sync[None], np.ones(1, dtype=bool), suspicious)
         return events
 
 

@@ -32,11 +32,6 @@ def exposed_link(observations: StepObservations) -> Array:
     return np.asarray(np.maximum((last - observations.backward).min(axis=1), observations.last_sync.min(axis=1)))
 
 
-def _whole_link(observations: StepObservations) -> Array:
-    """Return the seconds of all all-reduces of each step, by the worker that waits least for others in them."""
-    return np.asarray(observations.overlapped_sync.min(axis=1) + observations.last_sync.min(axis=1))
-
-
 @dataclass(frozen=True)
 class RoundTimes:
     """Times of a round's newest steps, all at one split.
@@ -48,9 +43,9 @@ class RoundTimes:
         compute: median computing seconds of each worker.
         error: standard error of ``compute``.
         step: seconds of a step.
-        link: seconds that even the last worker waits for the all-reduce.
-        link_error: its standard error.
-        whole_link: seconds of all all-reduces of a step, those beside the backward pass included.
+        sync: seconds of all all-reduces but the last, and of the last, by the worker that waits least in them.
+        sync_error: standard error of their sum.
+        begins: seconds after which each worker has its first bucket.
 
     Example:
         >>> sizes, zeros = np.full((8, 2), 8.0), np.zeros((8, 2))
@@ -65,9 +60,9 @@ class RoundTimes:
     compute: Array
     error: Array
     step: float
-    link: float
-    link_error: float
-    whole_link: float
+    sync: Array
+    sync_error: float
+    begins: Array
 
     @classmethod
     def of(cls, observations: StepObservations, accumulation: int, settings: StragglerSettings) -> "RoundTimes":
@@ -79,6 +74,9 @@ class RoundTimes:
         rows = accumulation * observations.compute[own]
         recent, link = np.sum(phases, axis=0), exposed_link(observations)[newest]
         compute = np.median(recent, axis=0)
+        seen = observations.rows(newest)
+        sync = np.stack([seen.overlapped_sync.min(axis=1), seen.last_sync.min(axis=1)], axis=1)
+        whole = sync.sum(axis=1, keepdims=True)
         step = np.nan_to_num(observations.step_time[newest])
         shortest = float(compute.max() + np.median(link))
         return cls(
@@ -88,10 +86,22 @@ class RoundTimes:
             compute,
             _error(recent, compute),
             max(float(np.median(step)), shortest),
-            float(np.median(link)),
-            float(_error(link[:, None], np.array([np.median(link)]))[0]),
-            float(np.median(_whole_link(observations)[newest])),
+            np.median(sync, axis=0),
+            float(_error(whole, np.median(whole, axis=0))[0]),
+            np.median(recent - seen.backward + seen.first_bucket, axis=0),
         )
+
+    @property
+    def asks(self) -> Array:
+        """The step that each worker alone asks for, with the link as it is."""
+        return self.asked(*self.sync)
+
+    def asked(self, overlapped: float, last: float) -> Array:
+        """Return the step that each worker alone asks for if all-reduces take so long (C eq. 4).
+
+        It takes its whole computing time and the last all-reduce, or all all-reduces after its first bucket.
+        """
+        return np.asarray(np.maximum(self.compute, self.begins + overlapped) + last)
 
     def steps_since(self, rank: int, level: float) -> int:
         """Return the newest steps in a row in which a worker took longer than a level."""

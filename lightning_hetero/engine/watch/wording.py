@@ -14,6 +14,7 @@ RELIEVED = {
     "split": "relieved by a smaller share",
     "recovered": "it has recovered",
     "others": "others are slower now",
+    "slower": "it has become slower still",
 }
 
 

@@ -1,6 +1,7 @@
 """Stragglers are found in every phase, with the right rank, and none where nothing is wrong."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -223,6 +224,43 @@ def test_a_lasting_straggler_that_is_relieved_ends():
     assert events[3] == [(2, "forward", "split")]
 
 
+def test_a_lasting_straggler_that_becomes_slower_still_is_named_again_with_its_phase():
+    slow, slower = steady((0.1, 0.1, 0.3)), _with(steady((0.1, 0.1, 0.3)), data_wait=(0.0, 0.0, 0.4))
+    detector, events = watched(slow, slow, slow, slower, slower, slow, slow, slow, slow)
+    assert events[2:6] == [
+        [(2, "forward", "")],
+        [(2, "forward", "slower"), (2, "data", "")],
+        [],
+        [(2, "data", "recovered")],
+    ]
+    assert sum(events[6:], []) == [(2, "forward", "")], "slow as from the start"
+    assert detector.lost == pytest.approx((8 + 8 + 10) * 0.2 + (8 + 10) * 0.4)
+
+
+def test_a_worker_costs_nothing_where_the_all_reduces_limit_the_step():
+    """All-reduces of 0.3 s begin with the first bucket, so that 50 ms more of the backward pass cost nothing."""
+    usual, slow, slower = (linked((0.1, 0.1, last), overlapped=0.3) for last in (0.1, 0.15, 0.6))
+    detector, events = watched(usual, usual, slow, slow, slower)
+    assert events == [[], [], [], [], [(2, "backward", "")]]
+    assert detector.active[2].cost == pytest.approx(0.6 - 0.32), "0.32 s without it"
+
+
+def test_the_link_is_not_to_blame_if_a_short_backward_pass_hides_less_of_it():
+    """Rank 1 loads for 0.2 s, has its first bucket after the others have ended, and hides 10 ms of the all-reduces."""
+    usual = linked((0.1, 0.01), overlapped=0.05)
+    slow = _with(usual, data_wait=(0.0, 0.2))
+    _, events = watched(usual, usual, slow)
+    assert events[2] == [(1, "data", "")]
+
+
+def test_a_link_that_becomes_slow_with_a_change_of_the_split_is_named():
+    usual = linked((0.1, 0.1), overlapped=0.05)
+    slow = linked((0.08, 0.12), overlapped=0.25, sizes=np.array([6, 10]))
+    detector, events = watched(usual, usual, slow, linked((0.08, 0.12), overlapped=0.05, sizes=np.array([6, 10])))
+    assert events[2:] == [[(LINK, "link", "")], [(LINK, "link", "recovered")]]
+    assert detector.lost == pytest.approx(8 * (0.12 * 0.2 + 0.25 - 0.12))
+
+
 def test_changes_of_the_split_restart_the_count_of_lasting_stragglers():
     rounds = [steady((0.1, 0.1, 0.3), sizes=np.array([8 + i, 8, 8 - i])) for i in range(6)]
     _, events = watched(*rounds)
@@ -264,6 +302,28 @@ def test_a_fault_in_the_last_steps_of_a_round_is_found_in_the_next():
     )
     _, events = watched(*[usual] * 8, mixed, slow)
     assert (1, "forward", "") in events[8] + events[9]
+
+
+def linked(backward, *, overlapped, sizes=8, steps=8):
+    """Observations of backward passes whose first bucket is ready after a fifth; all-reduces end with the link."""
+    backward = np.tile(np.asarray(backward, dtype=float), (steps, 1))
+    zeros, last = np.zeros_like(backward), np.full_like(backward, 0.001)
+    end = np.maximum(0.2 * backward + overlapped, backward).max(axis=1, keepdims=True) + 0.001
+    return StepObservations(
+        zeros + sizes,
+        zeros,
+        backward,
+        0.2 * backward,
+        zeros + overlapped,
+        last,
+        zeros + end,
+        bucket_ends=(zeros + end)[:, :, None],
+    )
+
+
+def _with(seen, **fields):
+    """Observations with other times of some phases."""
+    return replace(seen, **{name: np.zeros_like(seen.backward) + value for name, value in fields.items()})
 
 
 def _table(seen):

@@ -70,6 +70,7 @@ class Training:
         self.rounds.begin(self.cluster, total)
         self.detector = StragglerDetector(n)
         self.step, self.last, self.count, self.events = 0, 0, 0, []
+        self.too_slow = []  # names of devices that are too slow even for their least share, as they are
         self.begins = self.ends = 10**9
         self.splits = set()
 
@@ -119,10 +120,26 @@ class Training:
                 self.sync_round()
 
     def sync_round(self):
+        sizes = self.rounds.plan_at(self.step - 1).local_batch_sizes
         self.rounds.run(self.step, self.cluster)
         found = self.detector.observe(self.timer.newest, self.step - self.last)
-        self.events += [(self.step, replace(one)) for one in found]
+        for one in found:
+            too_slow = one.lasting and sizes[one.rank] == 1 and self.lead(one.rank, sizes) > 0.08
+            (self.too_slow if too_slow else self.events).append((self.step, replace(one)))
         self.last, self.count = self.step, self.count + 1
+
+    def lead(self, rank, sizes):
+        """Share of the step that a device without a fault makes the others wait: it is named with reason then."""
+        alone = [self.seconds(sizes, [i]) for i in range(self.workers)]
+        return 1.0 - max(np.delete(alone, rank)) / alone[rank]
+
+    def seconds(self, sizes, devices=slice(None)):
+        """Seconds of a step of some devices without faults or jitter."""
+        sizes = np.array(sizes, dtype=float)
+        q, s, k, m = self.cluster.coefficients
+        a, p = (q * sizes + s)[None, devices], (k * sizes + m)[None, devices]
+        link, shares = self.cluster.link.seconds(self.workers), self.cluster.link.ready_shares
+        return bucket_times(a, p, shares, link[None])[0, -1]
 
     @property
     def interval(self):
@@ -170,26 +187,26 @@ class Training:
 
 
 def test_in_quiet_trainings_nobody_is_named():
-    runs = [Training(seed).run() for seed in range(20)]
+    runs = [Training(seed).run() for seed in range(60)]
     assert [(seed, run.events) for seed, run in enumerate(runs) if run.events] == []
-    assert sum(len(run.splits) > 1 for run in runs) >= 15, "splits changed"
+    assert sum(len(run.splits) > 1 for run in runs) >= 45, "splits changed"
     assert min(run.workers for run in runs) <= 4 < 16 <= max(run.workers for run in runs)
 
 
 def test_faults_are_found_with_their_rank_and_phase_and_their_end():
-    """In a few, the split that follows the link's slowness then makes one worker lasting slower, and that is said."""
-    runs = [Training(100 + number, FAULTS[number % 5]).run() for number in range(100)]
+    runs = [Training(1000 + number, FAULTS[number % 5]).run() for number in range(300)]
     begins = [[(one.rank, one.phase) for _, one in run.events if not one.relieved] for run in runs]
     meant = [(run.rank, run.fault) for run in runs]
-    missed = [(number, want) for number, want in enumerate(meant) if begins[number][:1] != [want]]
-    assert len(missed) <= 1, missed
-    others = [number for number, want in enumerate(meant) if set(begins[number]) - {want}]
-    assert len(others) <= 2, others
+    missed = [(1000 + number, want) for number, want in enumerate(meant) if begins[number][:1] != [want]]
+    assert len(missed) <= 0.01 * len(runs), missed
+    others = [1000 + number for number, want in enumerate(meant) if set(begins[number]) - {want}]
+    assert len(others) <= 0.01 * len(runs), others
     over = [run for run in runs if run.ends < 10**9]
-    assert len(over) > 50
+    assert len(over) > 150
     lasting = [run.fault for run in over if len([one for _, one in run.events if one.relieved]) < 1]
     assert len(lasting) <= 0.01 * len(over), lasting
     assert all(step > run.begins for run in runs for step, _ in run.events), "nothing before the fault"
+    assert any(run.too_slow for run in runs), "the test says what is too slow from the start"
 
 
 @pytest.mark.parametrize("seed", [109, 189])
@@ -197,3 +214,11 @@ def test_a_link_that_becomes_slow_as_the_split_changes_is_found(seed):
     """Both fall into one round, whose steps all have the new split."""
     run = Training(seed, "link").run()
     assert [(one.rank, one.phase) for _, one in run.events][:1] == [(LINK, "link")]
+
+
+def test_the_split_of_a_slow_link_goes_once_the_link_has_recovered():
+    """Few steps then tell the time of the link, but every step bounds it."""
+    run = Training(1179, "link").run()
+    at_end, now = (run.seconds(run.rounds.plan_at(step).local_batch_sizes) for step in (run.ends - 1, run.step))
+    assert run.ends < run.step
+    assert now < 0.9 * at_end

@@ -35,8 +35,7 @@ def test_the_newest_half_is_judged_and_four_steps_at_least(count):
     assert judged.times == pytest.approx(np.median(newest[:, :, 1:5], axis=0))
     assert judged.compute == pytest.approx(np.median(newest[:, :, 1:5].sum(axis=2), axis=0))
     link = newest[:, :, 5].min(axis=1)
-    assert judged.link == pytest.approx(np.median(link))
-    assert judged.step == pytest.approx(max(np.median(newest[:, :, 6]), judged.compute.max() + judged.link))
+    assert judged.step == pytest.approx(max(np.median(newest[:, :, 6]), judged.compute.max() + np.median(link)))
     assert judged.rows == pytest.approx(rows[:, :, 1:5].sum(axis=2))
     deviation = np.median(np.abs(newest[:, :, 1:5].sum(axis=2) - judged.compute), axis=0)
     assert judged.error == pytest.approx(1.2533 * 1.4826 * deviation / len(newest) ** 0.5)
@@ -56,7 +55,7 @@ def test_a_step_has_all_its_micro_batches():
     one, three = (RoundTimes.of(observed(rows), n, SETTINGS) for n in (1, 3))
     assert three.times == pytest.approx(3 * one.times)
     assert three.error == pytest.approx(3 * one.error)
-    assert three.link == pytest.approx(one.link)
+    assert three.sync == pytest.approx(one.sync)
 
 
 def test_phases_are_in_their_order():
@@ -95,4 +94,28 @@ def test_unknown_step_times_leave_the_shortest_possible_one():
     rows = steps(6)
     rows[:, :, 6] = np.nan
     judged = RoundTimes.of(observed(rows), 1, SETTINGS)
-    assert judged.step == pytest.approx(judged.compute.max() + judged.link)
+    assert judged.step == pytest.approx(judged.compute.max() + np.median(rows[-4:, :, 5].min(axis=1)))
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("seed", range(10))
+def test_the_step_that_each_worker_alone_asks_for(seed, accumulation):
+    """It ends with its own last bucket, or with the last of all buckets if these begin with its first one."""
+    draw = np.random.default_rng(seed)
+    count, workers = 10, 4
+    data, forward, backward, first, optimizer, overlapped, last = draw.uniform(0.01, 0.1, (7, count, workers))
+    size, first = np.full((count, workers), 8.0), first * backward
+    seen = StepObservations(size, forward, backward, first, overlapped, last, forward, data, optimizer)
+    judged, alone = RoundTimes.of(seen, accumulation, SETTINGS), []
+    t_o, t_u = (np.median([min(row) for row in rows[-5:]]) for rows in (overlapped, last))
+    for rank in range(workers):
+        micro = [(data + forward + backward + optimizer)[row, rank] for row in range(count - 5, count)]
+        busy = accumulation * np.array(micro)
+        begins = busy - backward[-5:, rank] + first[-5:, rank]  # of the last micro-batch, which alone is synchronized
+        alone.append(max(np.median(busy) + t_u, np.median(begins) + t_o + t_u))
+    assert judged.sync == pytest.approx([t_o, t_u])
+    assert judged.asks == pytest.approx(alone)
+    assert judged.asked(0.0, 0.0) == pytest.approx(judged.compute)
+    whole = np.array([min(a) + min(b) for a, b in zip(overlapped, last, strict=True)])[-5:]
+    deviation = np.median(np.abs(whole - np.median(whole)))
+    assert judged.sync_error == pytest.approx(1.2533 * 1.4826 * deviation / 5**0.5)
