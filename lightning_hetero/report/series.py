@@ -36,7 +36,7 @@ class RoundSeries:
         predicted: predicted seconds of it.
         error: standard error of the prediction.
         even: seconds of a step of equal sizes.
-        share_of_optimum: shortest possible step over the measured one.
+        share_of_optimum: what is left of the measured step without what the best split would save, as a share of it.
         share_of_solo: rate over the summed rates of the workers while they are busy.
         link: seconds of the all-reduce that even the last worker waits for.
         density: share of the gradient that is sent.

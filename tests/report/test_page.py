@@ -133,6 +133,7 @@ def expected(path, epoch=None):
     low = [worker.get("min_local", 1) for worker in head["workers"]]
     high = rounds[-1]["max_local"]
     optimum = best_time(rounds[-1], low, high)
+    saving = step_time(*(rounds[-1][name] for name in ("nodes", "gamma", "t_o", "t_u")), sizes) - optimum
     numbers = {
         "step_time": took,
         "rate": sizes.sum() / took,
@@ -142,7 +143,7 @@ def expected(path, epoch=None):
         "even": np.average(even[-len(last) :], weights=weight),
         "predicted": np.average([one["predicted"] for one in last], weights=weight),
         "idle": np.mean(1 - compute / took),
-        "share_of_optimum": min(optimum / took, 1),
+        "share_of_optimum": max(1 - saving / took, 0),
         "share_of_solo": sizes.sum() / took / np.sum(sizes / compute),
         "model_error": np.mean([abs(one["predicted"] / one["step_time"] - 1) for one in rounds]),
         "link_share": np.average([one["link"] for one in last], weights=weight) / took,

@@ -53,7 +53,7 @@ def _of_workers(figures: RunFigures) -> Iterator[str]:
     texts = [_text(one) for one in sorted(what_if(figures), key=lambda one: -one.gain) if one.gain >= WORTH]
     yield from [text for text in texts if text][:MOST]
     if figures.share_of_optimum < 1.0 - WORTH and figures.run.header.policy in ("even", "fixed", "static"):
-        gain = figures.step_time / figures.optimum - 1.0
+        gain = 1.0 / max(figures.share_of_optimum, 0.01) - 1.0
         policy = figures.run.header.policy
         yield f"the {policy} policy keeps the split: the optimum of the time model is {gain:.0%} faster"
 

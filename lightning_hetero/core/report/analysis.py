@@ -164,8 +164,13 @@ class RunFigures:
 
     @property
     def share_of_optimum(self) -> float:
-        """Shortest possible step over the measured one, 1 at most."""
-        return min(self.optimum / self.step_time, 1.0) if self.last else math.nan
+        """Measured step without what the best split would save, by the newest time model, over the measured step."""
+        one = self.last[-1] if self.last else None
+        cluster = None if one is None else cluster_of(one)
+        if one is None or cluster is None:
+            return math.nan
+        saving = float(cluster.step_time(one.sizes)) - self.optimum
+        return float(np.clip(1.0 - saving / self.step_time, 0.0, 1.0))
 
     @property
     def share_of_solo(self) -> float:

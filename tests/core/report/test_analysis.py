@@ -61,7 +61,25 @@ def test_the_optimum_is_the_best_of_all_splits():
         for a in range(1, 32)
     )
     assert figures.optimum == pytest.approx(best)
-    assert figures.share_of_optimum == pytest.approx(min(best / figures.step_time, 1.0))
+    assert figures.share_of_optimum == pytest.approx(best / figures.step_time), "measured as the model says"
+
+
+@pytest.mark.parametrize("sizes", [(20, 12), (16, 16), (31, 1), (19, 13)])
+def test_time_that_no_split_saves_leaves_the_share_of_the_optimum(sizes):
+    """Steps that all take 50 ms more than the model says still run at their optimum."""
+    one = a_round(np.random.default_rng(0), sizes, nodes=NODES)
+    longer = replace(one, step_time=one.step_time + 0.05)
+    exact, found = (RunFigures(RunRecord.of([header(2), each])) for each in (one, longer))
+    saves = one.step_time * (1 - exact.share_of_optimum)
+    assert found.step_time * (1 - found.share_of_optimum) == pytest.approx(saves, abs=1e-9)
+    assert (saves > 0) == (exact.optimum < one.step_time - 1e-9)
+    if saves == 0:
+        assert found.share_of_optimum == 1.0
+
+
+def test_a_model_that_is_far_off_gives_no_negative_share():
+    one = a_round(np.random.default_rng(0), (31, 1), nodes=NODES)
+    assert RunFigures(RunRecord.of([header(2), replace(one, step_time=0.001)])).share_of_optimum == 0.0
 
 
 def test_bounds_count_for_the_optimum():
