@@ -134,6 +134,7 @@ def expected(path, epoch=None):
     high = rounds[-1]["max_local"]
     optimum = best_time(rounds[-1], low, high)
     saving = step_time(*(rounds[-1][name] for name in ("nodes", "gamma", "t_o", "t_u")), sizes) - optimum
+    known = of_predictions(rounds, last)
     numbers = {
         "step_time": took,
         "rate": sizes.sum() / took,
@@ -141,11 +142,11 @@ def expected(path, epoch=None):
         "speed_up_of_run": counts @ even / (counts @ [one["step_time"] for one in rounds]),
         "step_time_before": np.average([one["step_time"] for one in first], weights=[one["count"] for one in first]),
         "even": np.average(even[-len(last) :], weights=weight),
-        "predicted": np.average([one["predicted"] for one in last], weights=weight),
+        "predicted": known["predicted"],
         "idle": np.mean(1 - compute / took),
         "share_of_optimum": max(1 - saving / took, 0),
         "share_of_solo": sizes.sum() / took / np.sum(sizes / compute),
-        "model_error": np.mean([abs(one["predicted"] / one["step_time"] - 1) for one in rounds]),
+        "model_error": known["model_error"],
         "link_share": np.average([one["link"] for one in last], weights=weight) / took,
         **({"lost": sum(o["lost"] for o in found["straggler"] if o["event"] == "end")} if "straggler" in found else {}),
         **{name: rounds[-1][name] for name in ("density", "sent_bytes") if name in rounds[-1]},
@@ -165,6 +166,17 @@ def expected(path, epoch=None):
     numbers |= of_the_hardware(head, end)
     numbers |= of_events(found, epoch or 6 * rounds[0]["count"])
     return numbers | of_other_workers(head, rounds[-1], optimum, low, high)
+
+
+def of_predictions(rounds, last):
+    """Of the steps before the first sync round nothing was predicted."""
+    both = [one for one in rounds if "predicted" in one]
+    assert [one for one in rounds if one not in both] in ([], rounds[:1])
+    at_end = [one for one in last if one in both]
+    return {
+        "predicted": np.average([one["predicted"] for one in at_end], weights=[one["count"] for one in at_end]),
+        "model_error": np.mean([abs(one["predicted"] / one["step_time"] - 1) for one in both]),
+    }
 
 
 def of_the_hardware(head, end):
