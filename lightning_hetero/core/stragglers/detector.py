@@ -25,6 +25,8 @@ LINK = -1
 NOBODY = -2
 """Rank that stands for no straggler."""
 
+UNTRIED = 0.05
+"""Standard error of what a worker is expected to take for a size that it has not run, as a share of it."""
 EXPLAINED = 0.7
 """Least part of a worker's time when it was slow, in proportion to its share, if the share alone relieved it."""
 
@@ -156,8 +158,8 @@ class StragglerDetector:
         settings, past = self.settings, self._past
         excess = judged.times - past.expected
         beyond = np.nan_to_num(judged.compute - past.expected.sum(axis=1))
-        error = np.sqrt(judged.error**2 + past.spread * (judged.compute - beyond) ** 2)
-        error = np.where(past.tried, error, np.hypot(error, 0.05 * judged.compute))
+        doubt = past.spread + np.where(past.tried, 0.0, UNTRIED**2)
+        error = np.sqrt(judged.error**2 + doubt * (judged.compute - beyond) ** 2)
         raised: Flags = beyond > np.maximum(settings.deviations * error, settings.min_cost * judged.step)
         for rank, one in self.active.items():
             if rank != LINK and not one.lasting:
