@@ -12,7 +12,7 @@ from lightning_hetero.core.report.analysis import PHASES, RunFigures
 from lightning_hetero.core.report.lost_time import straggler_spans
 from lightning_hetero.core.report.run_record import RunRecord
 from lightning_hetero.report.series import RoundSeries, StepAxis, shown_workers
-from lightning_hetero.report.tables import ranks_text, waiting_of
+from lightning_hetero.report.tables import ranks_text
 
 __all__ = ["COLORS", "Panel", "RANKS", "RANKS_DARK", "bars", "new_figure", "panels_of"]
 
@@ -104,7 +104,7 @@ def bars(run: RunRecord, figures: RunFigures) -> Panel:
     def draw(axes: Any) -> None:
         places, left = np.arange(len(shown)), np.zeros(len(shown))
         parts = {name: np.array([one.phases[name] for one in shown]) for name in PHASES}
-        parts["waiting"] = np.array([waiting_of(one, figures.step_time) for one in shown])
+        parts["waiting"] = np.array([one.waiting for one in shown])
         for name, seconds in parts.items():
             axes.barh(places, 1e3 * seconds, left=left, height=0.68, color=color(name), label=name)
             left = left + 1e3 * seconds

@@ -73,7 +73,7 @@ def worker_table(figures: RunFigures) -> Table:
 
 
 def _worker_row(figures: RunFigures, one: WorkerFigures) -> tuple[Cell, ...]:
-    key, step = f"worker.{one.rank}", figures.step_time
+    key = f"worker.{one.rank}"
     return (
         str(one.rank),
         device_of(figures.run, one.rank),
@@ -82,14 +82,9 @@ def _worker_row(figures: RunFigures, one: WorkerFigures) -> tuple[Cell, ...]:
         number(f"{key}.rate", one.rate, "rate"),
         number(f"{key}.idle", one.idle, "share"),
         *(number(f"{key}.{name}", one.phases[name], "seconds") for name in PHASES),
-        number(f"{key}.waiting", waiting_of(one, step), "seconds"),
+        number(f"{key}.waiting", one.waiting, "seconds"),
         "no bound" if one.max_local is None else number(f"{key}.max_local", one.max_local, "count"),
     )
-
-
-def waiting_of(one: WorkerFigures, step: float) -> float:
-    """Return the seconds of a step in which a worker waits for others or for the link."""
-    return max(step - one.compute, 0.0)
 
 
 def _mean_row(others: Sequence[WorkerFigures]) -> tuple[Cell, ...]:

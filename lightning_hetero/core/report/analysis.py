@@ -56,12 +56,13 @@ class WorkerFigures:
         share: its share of the batch.
         rate: samples per second, waiting included.
         compute: seconds that it is busy in a step.
-        idle: share of the step in which it waits.
+        waiting: seconds of a step in which it waits for others or for the link.
+        idle: their share of the step.
         phases: seconds of each phase.
         max_local: most samples that fit into its memory, ``None`` for no bound.
 
     Example:
-        >>> WorkerFigures(0, 6, 0.75, 60.0, 0.09, 0.1, {"data": 0.0}, None).share
+        >>> WorkerFigures(0, 6, 0.75, 60.0, 0.09, 0.01, 0.1, {"data": 0.0}, None).share
         0.75
     """
 
@@ -70,6 +71,7 @@ class WorkerFigures:
     share: float
     rate: float
     compute: float
+    waiting: float
     idle: float
     phases: dict[str, float]
     max_local: int | None
@@ -205,6 +207,7 @@ class RunFigures:
                 share=size / newest.total,
                 rate=size * newest.accumulation / step,
                 compute=float(compute[rank]),
+                waiting=max(step - float(compute[rank]), 0.0),
                 idle=float(np.clip(1.0 - compute[rank] / step, 0.0, 1.0)),
                 phases={name: float(seconds[rank]) for name, seconds in phases.items()},
                 max_local=newest.max_local[rank] if newest.max_local else None,

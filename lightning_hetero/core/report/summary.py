@@ -96,7 +96,7 @@ def _rows(figures: RunFigures) -> Iterator[tuple[str, ...]]:
             f"{one.size} ({100 * one.share:.0f} %)",
             f"{one.rate:.4g}",
             f"{one.compute * 1e3:.4g} ms",
-            f"{100 * one.idle:.0f} %",
+            f"{one.waiting * 1e3:.4g} ms ({100 * one.idle:.0f} %)",
             f"{memory}{bound}",
         )
 
