@@ -91,7 +91,6 @@ def _mean_row(others: Sequence[WorkerFigures]) -> tuple[Cell, ...]:
     def mean(name: str, values: Sequence[float], kind: str) -> Cell:
         return number(f"others.{name}", float(np.mean(values)), kind)
 
-    step = [one.compute / (1 - one.idle) if one.idle < 1 else math.nan for one in others]
     return (
         f"{len(others)} others",
         "",
@@ -100,7 +99,7 @@ def _mean_row(others: Sequence[WorkerFigures]) -> tuple[Cell, ...]:
         mean("rate", [one.rate for one in others], "rate"),
         mean("idle", [one.idle for one in others], "share"),
         *(mean(name, [one.phases[name] for one in others], "seconds") for name in PHASES),
-        mean("waiting", [whole * one.idle for whole, one in zip(step, others, strict=True)], "seconds"),
+        mean("waiting", [one.waiting for one in others], "seconds"),
         "",
     )
 
