@@ -304,6 +304,129 @@ def test_a_fault_in_the_last_steps_of_a_round_is_found_in_the_next():
     assert (1, "forward", "") in events[8] + events[9]
 
 
+def test_the_worst_is_the_one_that_costs_most():
+    assert watched(USUAL, USUAL, steady((0.1, 0.3, 0.2)))[0].worst == 1
+
+
+def test_four_steps_are_judged():
+    assert watched(USUAL, steady((0.1, 0.1, 0.2), steps=4))[1][1] == [(2, "forward", "")]
+
+
+def test_rounds_too_short_to_judge_cost_as_much():
+    slow = steady((0.1, 0.1, 0.2))
+    detector, _ = watched(USUAL, USUAL, slow, steps=8)
+    detector.observe(steady((0.1, 0.1, 0.2), steps=3), 3)
+    assert detector.lost == pytest.approx(0.1 * 11)
+
+
+def test_no_more_steps_are_charged_than_there_were():
+    detector, _ = watched(USUAL, USUAL)
+    detector.observe(steady((0.1, 0.1, 0.2)), 5)
+    assert detector.lost == pytest.approx(0.1 * 5)
+
+
+def test_doubt_about_an_untried_size_is_a_share_of_what_is_expected():
+    sizes = np.array([8, 7, 9])  # 0.1125 s are expected of rank 2
+    for last, found in ((0.138, []), (0.15, [(2, "forward", "")])):
+        assert watched(USUAL, USUAL, steady((0.1, 0.1, last), sizes=sizes))[1][2] == found, last
+    assert watched(USUAL, USUAL, steady((0.1, 0.1, 0.12)))[1][2] == [(2, "forward", "")], "no doubt at a known size"
+
+
+def test_a_round_whose_steps_scatter_widely_names_nobody():
+    rows = _table(steady((0.1, 0.1, 0.2)))
+    rows[::2] = _table(USUAL)[::2]
+    assert watched(USUAL, USUAL, StepObservations.from_array(rows))[1][2] == []
+
+
+def test_a_straggler_with_a_new_share_lasts_while_half_of_its_excess_does():
+    """Sizes 8 -> 4 leave 50 ms of 100 ms in proportion; half of it is less than the doubt about the new size."""
+    sizes, slow = np.array([10, 10, 4]), steady((0.1, 0.1, 0.2))
+    for last, ended in ((0.1265, []), (0.123, [(2, "forward", "split")])):
+        assert watched(USUAL, USUAL, slow, steady((0.1, 0.1, last), sizes=sizes))[1][3] == ended, last
+
+
+def test_steps_that_scatter_about_the_slow_time_are_all_slow():
+    rows = _table(USUAL)
+    rows[2::2], rows[3::2] = (_table(steady((0.1, 0.1, last)))[2::2] for last in (0.19, 0.21))
+    detector, _ = watched(USUAL, USUAL)
+    (found,) = detector.observe(StepObservations.from_array(rows), 8)
+    assert found.ago == 6
+
+
+def test_a_suspicious_round_does_not_teach_what_is_usual():
+    _, events = watched(*[USUAL] * 10, steady((0.1, 0.1, 0.104)), steady((0.1, 0.1, 0.1057)))
+    assert events[10:] == [[], [(2, "forward", "")]]
+
+
+def test_a_straggler_that_costs_half_of_the_least_lasts_and_no_cost_is_negative():
+    detector, _ = watched(USUAL, USUAL, steady((0.1, 0.1, 0.2)))
+    sizes = np.array([16, 16, 8])
+    assert detector.observe(steady((0.193, 0.193, 0.2), sizes=sizes), 8) == []
+    (ended,) = detector.observe(steady((0.205, 0.205, 0.2), sizes=sizes), 8)
+    assert (ended.relieved, ended.cost) == ("others", 0.0)
+
+
+def test_a_lasting_straggler_that_recovers_is_found_at_once_when_it_is_slow_again():
+    slow = steady((0.1, 0.1, 0.3))
+    detector, events = watched(slow, slow, slow, USUAL, slow)
+    assert events[2:] == [[(2, "forward", "")], [(2, "forward", "recovered")], [(2, "forward", "")]]
+    assert not detector.active[2].lasting
+
+
+def test_three_rounds_after_a_change_of_the_split_name_a_lasting_straggler():
+    first, then = steady((0.1, 0.1, 0.3)), steady((0.1, 0.1, 0.3), sizes=np.array([9, 8, 7]))
+    assert [bool(one) for one in watched(first, *[then] * 4)[1]] == [False] * 4 + [True]
+
+
+def test_a_lasting_straggler_is_dated_to_the_first_step_of_the_round():
+    detector, _ = watched(*[steady((0.1, 0.12, 0.3))] * 2)
+    (found,) = detector.observe(steady((0.1, 0.12, 0.3)), 8)
+    assert (found.ago, found.cost, found.excess) == (8, pytest.approx(0.18), pytest.approx(0.18))
+
+
+@pytest.mark.parametrize("scaled", ["forward", "backward"])
+@pytest.mark.parametrize(("fixed", "phase"), [("data_wait", "data"), ("optimizer", "optimizer")])
+def test_only_passes_grow_with_the_share_of_a_lasting_straggler(scaled, fixed, phase):
+    """Twice the samples explain 0.2 of 0.22 s of a pass, and nothing of 0.13 s beside 0.1 s."""
+    times = {"forward": 0.0, scaled: (0.1, 0.1, 0.22), fixed: (0.1, 0.1, 0.13)}
+    slow = _with(steady((0.35, 0.35, 0.35), sizes=np.array([8, 8, 16])), **times)
+    assert watched(*[slow] * 3)[1][2] == [(2, phase, "")]
+
+
+def test_a_link_that_scatters_or_costs_nothing_is_not_named():
+    usual = steady((0.01, 0.01), link=0.1)
+    assert not any(watched(usual, usual, steady((0.01, 0.01), link=0.108))[1]), "within its deviations"
+    rows = _table(steady((0.01, 0.01), link=0.2))
+    rows[::2] = _table(usual)[::2]
+    assert not any(watched(usual, usual, StepObservations.from_array(rows))[1])
+    hidden = [linked((0.1, 0.1), overlapped=seconds) for seconds in (0.01, 0.01, 0.06)]
+    assert not any(watched(*hidden)[1])
+
+
+def test_a_link_straggler_is_followed_until_less_than_half_of_its_excess_is_left():
+    usual, slow, slower, less = (steady((0.1, 0.1), link=link) for link in (0.01, 0.06, 0.11, 0.04))
+    detector, _ = watched(usual, usual)
+    (found,) = detector.observe(slow, 8)
+    assert (found.ago, found.excess) == (8, pytest.approx(0.05))
+    assert detector.observe(slower, 8) == detector.observe(less, 8) == []
+    assert detector.lost == pytest.approx(8 * (0.05 + 0.1 + 0.03))
+    (ended,) = detector.observe(usual, 8)
+    assert (ended.relieved, ended.cost, detector.active) == ("recovered", 0.0, {})
+    assert detector.observe(usual, 8) == []
+
+
+def test_a_suspicious_round_does_not_teach_what_is_usual_of_the_link():
+    links = [*[0.1] * 10, 0.1035, 0.1063]
+    assert watched(*[steady((0.01, 0.01), link=link) for link in links])[1][10:] == [[], [(LINK, "link", "")]]
+
+
+def test_all_all_reduces_count_for_the_link():
+    usual, slow = (_with(linked((0.1, 0.1), overlapped=o), last_sync=u) for o, u in ((0.09, 0.01), (0.13, 0.05)))
+    detector, _ = watched(usual, usual)
+    (found,) = detector.observe(slow, 8)
+    assert found.excess == pytest.approx(0.08)
+
+
 def linked(backward, *, overlapped, sizes=8, steps=8):
     """Observations of backward passes whose first bucket is ready after a fifth; all-reduces end with the link."""
     backward = np.tile(np.asarray(backward, dtype=float), (steps, 1))

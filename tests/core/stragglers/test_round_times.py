@@ -119,3 +119,29 @@ def test_the_step_that_each_worker_alone_asks_for(seed, accumulation):
     whole = np.array([min(a) + min(b) for a, b in zip(overlapped, last, strict=True)])[-5:]
     deviation = np.median(np.abs(whole - np.median(whole)))
     assert judged.sync_error == pytest.approx(1.2533 * 1.4826 * deviation / 5**0.5)
+
+
+def test_without_bucket_ends_the_least_wait_for_the_last_bucket_is_the_links():
+    zero, wait = np.zeros((4, 2)), np.tile([0.3, 0.02], (4, 1))
+    for ends in (None, np.full((4, 2, 3), np.nan)):
+        seen = StepObservations(zero + 8, zero, zero + 0.1, zero, zero, wait, zero, zero, zero, ends)
+        assert exposed_link(seen) == pytest.approx([0.02] * 4)
+
+
+def test_a_last_split_of_few_steps_is_judged_by_these_alone():
+    rows = steps(12)
+    rows[:10, :, 0] = 5
+    judged = RoundTimes.of(observed(rows), 1, SETTINGS)
+    assert judged.times == pytest.approx(np.median(rows[10:, :, 1:5], axis=0))
+
+
+def test_all_micro_batches_count_for_since_when_a_worker_is_slower():
+    judged = RoundTimes.of(observed(steps(8)), 3, SETTINGS)
+    assert judged.rows == pytest.approx(3 * observed(steps(8)).compute)
+
+
+def test_a_step_that_takes_longer_than_its_parts_is_taken_as_measured():
+    rows = steps(6)
+    rows[:, :, 6] = 2.0
+    rows[-1, :, 6] = 9.0
+    assert RoundTimes.of(observed(rows), 1, SETTINGS).step == 2.0

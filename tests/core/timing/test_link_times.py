@@ -178,3 +178,39 @@ def test_when_a_level_is_far_above_bounds(seed):
     variance = level.variance + 0.01**2 + 1.5 * 0.1**2 / steps + 0.02**2
     assert level.far_above(bound, steps, settings) == ((level.value - bound) / level.value > 4 * math.sqrt(variance))
     assert not Level(level.value).far_above(0.0, steps)
+
+
+OTHER = EstimatorSettings(link_walk=0.05, link_rounds=0.03, link_jitter=0.2, link_bound_error=0.3, link_few_steps=5)
+
+
+@pytest.mark.parametrize("settings", [EstimatorSettings(), OTHER])
+def test_a_bound_below_counts_as_an_observation_with_the_settings(settings):
+    known, noise = Level(0.5, 0.01), settings.link_jitter**2 + settings.link_rounds**2
+    before = 0.01 + settings.link_walk**2
+    gain = before / (before + noise)
+    found = known.below(0.3, settings)
+    assert (found.value, found.variance) == pytest.approx((0.5 - gain * 0.2, (1 - gain) * before))
+    assert Level().below(0.8, settings) == Level(0.8, settings.link_bound_error**2)
+
+
+def test_a_walk_counts_when_a_level_is_far_above():
+    walks = EstimatorSettings(link_walk=0.3)
+    assert Level(1.0, 0.0).far_above(0.4, 8)
+    assert not Level(1.0, 0.0).far_above(0.4, 8, walks)
+
+
+@pytest.mark.parametrize("settings", [EstimatorSettings(), OTHER])
+def test_gamma_is_followed_with_the_noise_of_its_steps(settings):
+    link = LinkTimes().observe(round_of(4, 0.3, 0.03, gamma=0.2), settings=settings)
+    level = Level().observe(0.2, 0.01 / 8, 1.0, settings=settings).observe(0.3, 0.01 / 8, 1.0, settings=settings)
+    assert link.observe(round_of(4, 0.3, 0.03, gamma=0.3), settings=settings).gamma == level
+
+
+@pytest.mark.parametrize(("telling", "steps", "bound"), [(3, 4, True), (4, 14, False)])
+def test_three_steps_that_tell_are_few_and_four_are_not(telling, steps, bound):
+    link = LinkTimes()
+    for _ in range(8):
+        link = link.observe(looks([True] * 8, slower=5.0))
+    found = link.observe(looks([True] * telling + [False] * (steps - telling), slower=0.5))
+    assert found.at(2)[0] == pytest.approx(0.1)
+    assert (found.error(2) > 0.04) == bound, "a bound says little, and the time itself a lot"
