@@ -95,7 +95,7 @@ class RunHeader:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """One sync round: medians over the steps since the last round that all workers have timed.
+    """One sync round: medians over those steps since the last round that all workers have timed.
 
     Phases are seconds per micro-batch, without waiting for others, except ``sync``; a step has ``accumulation``
     micro-batches. In a long run, one line may stand for several rounds; its times are their means, weighted by
@@ -273,7 +273,7 @@ class EndRecord:
         step: step of the epoch.
         steps: synchronized steps of this run.
         status: ``"finished"``, or the error that ended it.
-        memory: most bytes that each worker's device had allocated, NaN if unknown.
+        memory: most bytes that each worker had allocated on its GPU, or its process on a CPU; NaN if unknown.
         overhead: seconds that recording took.
         dropped: lines left out: rounds that had no time to be recorded, and what was merged or dropped to bound the
             file.

@@ -202,6 +202,10 @@ class StragglerDetector:
         self.active[rank] = one
         return one
 
+    def _least(self, one: Straggler) -> float:
+        """Return the least share of the step that such a straggler costs when it begins."""
+        return self.settings.min_lasting_cost if one.lasting else self.settings.min_cost
+
     def _end_workers(self, judged: RoundTimes, raised: Flags, cost: Array) -> list[Straggler]:
         """End the stragglers that others no longer wait for, and update the costs of the rest."""
         ended = []
@@ -211,7 +215,7 @@ class StragglerDetector:
             relieved = _smaller_share(judged, rank, one)
             if not one.lasting and not raised[rank]:
                 one.end("split" if relieved else "recovered")
-            elif cost[rank] < self.settings.ended * self.settings.min_cost * judged.step:
+            elif cost[rank] < self.settings.ended * self._least(one) * judged.step:
                 one.end("split" if relieved else "recovered" if one.lasting else "others")
                 self._past.forget([rank], judged.times)
             one.update(cost[rank], _slow(judged, rank))

@@ -366,6 +366,13 @@ def test_a_straggler_that_costs_half_of_the_least_lasts_and_no_cost_is_negative(
     assert (ended.relieved, ended.cost) == ("others", 0.0)
 
 
+def test_a_lasting_straggler_lasts_while_it_costs_half_of_what_makes_it_one():
+    """It begins at 10 % of the step and ends below 5 %."""
+    slow = steady((0.1, 0.1, 0.3), link=0.0)
+    for last, ended in ((0.1054, []), (0.1051, [(2, "forward", "recovered")])):
+        assert watched(slow, slow, slow, steady((0.1, 0.1, last), link=0.0))[1][3] == ended, last
+
+
 def test_a_lasting_straggler_that_recovers_is_found_at_once_when_it_is_slow_again():
     slow = steady((0.1, 0.1, 0.3))
     detector, events = watched(slow, slow, slow, USUAL, slow)
