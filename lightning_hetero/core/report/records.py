@@ -121,7 +121,7 @@ class RoundRecord:
             the split was adopted; NaN without a model.
         error: standard error of ``predicted``.
         even: seconds of a step of equal sizes by the time model.
-        nodes: ``(q, s, k, m)`` of each worker (C eq. 3), empty without a model.
+        nodes: ``(q, s, k, m)`` of each worker for a whole step (C eq. 3), empty without a model.
         gamma: share of the backward pass before the first bucket.
         t_o: seconds of synchronizing all buckets but the last.
         t_u: seconds of synchronizing the last bucket.

@@ -56,9 +56,27 @@ def test_a_policy_that_keeps_the_split():
     assert gain == pytest.approx(figures.step_time / figures.optimum - 1), "measured as the model says"
     assert f"the even policy keeps the split: the optimum of the time model is {gain:.0%} faster" in texts
     assert 0.1 < gain < 0.9
+    for policy in ("fixed", "static"):
+        assert any(text.startswith(f"the {policy} policy keeps the split") for text in given((16, 16), policy=policy))
+        assert not any("keeps the split" in text for text in given(policy=policy)), "the optimum"
     assert not any("keeps the split" in text for text in given((16, 16)))
+
+
+def test_the_workers_that_cost_most_come_first_and_no_more_than_three():
+    slow = [(0.0, fixed, 0.0, 0.1) for fixed in (0.2, 0.4, 0.2, 0.2, 0.2)]
+    texts = [text for text in given((20, 20, 1, 1, 1, 1, 1), nodes=[*NODES, *slow]) if "without it" in text]
+    assert texts[0].startswith("rank 3 makes the job slower")
+    bounds = [(0.001, 0.002, 0.002, 0.001)] * 2 + [(0.004, 0.002, 0.008, 0.001)] * 2
+    texts = given((4, 6, 16, 16), nodes=bounds, change={"max_local": (4, 6, 100, 100)})
+    gains = [int(text.split(" faster")[0].split()[-1].rstrip("%")) for text in texts if "at its most samples" in text]
+    assert len(gains) == 2
+    assert gains == sorted(gains, reverse=True)
+    many = given((4, 4, 4, 4, 16, 16), nodes=[bounds[0]] * 4 + bounds[2:], change={"max_local": (4,) * 4 + (100,) * 2})
+    assert len(many) == 3
 
 
 def test_short_steps():
     short = [(1e-5, 1e-3, 1e-5, 1e-4), (1e-5, 4e-3, 1e-5, 1e-4)]
-    assert any("too short to balance" in text for text in given(nodes=short, link=1e-4))
+    texts = given(nodes=short, link=1e-4)
+    assert 'steps of 4.42 ms are too short to balance: a larger batch, or strategy="hetero_elastic"' in texts
+    assert not any("too short" in text for text in given((16, 16), nodes=[short[0]] * 2, link=0.0)), "nobody waits"

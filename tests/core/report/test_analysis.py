@@ -77,6 +77,13 @@ def test_time_that_no_split_saves_leaves_the_share_of_the_optimum(sizes):
         assert found.share_of_optimum == 1.0
 
 
+def test_the_newest_model_says_how_far_the_optimum_is():
+    older, newer = (a_round(np.random.default_rng(0), (16, 16), nodes=nodes) for nodes in (NODES, NODES[::-1]))
+    equal = replace(newer, nodes=(NODES[0],) * 2)
+    assert RunFigures(RunRecord.of([header(2), older, equal])).share_of_optimum == 1.0
+    assert RunFigures(RunRecord.of([header(2), equal, older])).share_of_optimum < 0.9
+
+
 def test_a_model_that_is_far_off_gives_no_negative_share():
     one = a_round(np.random.default_rng(0), (31, 1), nodes=NODES)
     assert RunFigures(RunRecord.of([header(2), replace(one, step_time=0.001)])).share_of_optimum == 0.0

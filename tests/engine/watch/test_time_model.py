@@ -12,6 +12,7 @@ from lightning_hetero.core.policies.base import PlanContext
 from lightning_hetero.core.policies.goodput import GoodputPlanner
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.core.policies.proportional import ProportionalPlanner
+from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeModels
 from lightning_hetero.engine.watch.time_model import TimeModelWatch
 
 CONTEXT = PlanContext(40, ("a", "b"), (1, 1))
@@ -48,6 +49,18 @@ def test_the_fields_of_a_record_are_those_of_the_model():
     assert known.error == pytest.approx(model.error(PLAN, context))
     assert known.even == pytest.approx(model.predict(BatchPlan(40, (20, 20)), context))
     assert len({known.even, known.running, known.error, *(known.model[name] for name in ("gamma", "t_o", "t_u"))}) == 6
+
+
+def test_the_model_of_a_record_is_that_of_all_micro_batches():
+    """Three of them take three times as long, and their report compares them with the measured step."""
+    context = replace(CONTEXT, accumulation=3)
+    seen = replace(SEEN, forward=BACKWARD, step_time=SEEN.step_time * 6)
+    known = TimeModelWatch().observe(None, seen, PLAN, context)
+    q, s, k, m = np.array(known.model["nodes"]).T
+    cluster = ClusterTimeModel(
+        NodeModels(np.stack([q, s, k, m], axis=1)), *(known.model[n] for n in ("gamma", "t_o", "t_u"))
+    )
+    assert cluster.step_time(PLAN.local_batch_sizes) == pytest.approx(6 * BACKWARD.max(), rel=0.05)
 
 
 def test_the_watching_model_keeps_what_it_has_learned():

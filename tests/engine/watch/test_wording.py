@@ -25,6 +25,7 @@ def test_every_phase_has_its_words(phase):
         ("split", "smaller share"),
         ("recovered", "has recovered"),
         ("others", "others are slower"),
+        ("slower", "slower still"),
         ("run ended", "ended"),
     ],
 )
