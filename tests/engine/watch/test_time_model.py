@@ -56,10 +56,8 @@ def test_the_model_of_a_record_is_that_of_all_micro_batches():
     context = replace(CONTEXT, accumulation=3)
     seen = replace(SEEN, forward=BACKWARD, step_time=SEEN.step_time * 6)
     known = TimeModelWatch().observe(None, seen, PLAN, context)
-    q, s, k, m = np.array(known.model["nodes"]).T
-    cluster = ClusterTimeModel(
-        NodeModels(np.stack([q, s, k, m], axis=1)), *(known.model[n] for n in ("gamma", "t_o", "t_u"))
-    )
+    link = [known.model[name] for name in ("gamma", "t_o", "t_u")]
+    cluster = ClusterTimeModel(NodeModels(np.array(known.model["nodes"])), *link)
     assert cluster.step_time(PLAN.local_batch_sizes) == pytest.approx(6 * BACKWARD.max(), rel=0.05)
 
 
