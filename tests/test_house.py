@@ -37,7 +37,16 @@ SUB_LAYERS = {
         *("batching", "compression", "merging", "stragglers"),
         *("timing", "noise", "link"),
         "newest_speed",
-        *("observations", "checkpoint_state", "no_effect", "paper_index", "validation", "keywords", "normal"),
+        *(
+            "observations",
+            "checkpoint_state",
+            "no_effect",
+            "paper_index",
+            "validation",
+            "keywords",
+            "normal",
+            "rounded",
+        ),
     ),
     "comm": (
         *("staleness", "compressors"),

@@ -66,6 +66,7 @@ ROLES = {
     "core.paper_index": "equations",
     "core.policies": "decisions",
     "core.report": "record of a run",
+    "core.rounded": "numbers in log lines",
     "core.stragglers": "who makes others wait",
     "core.timing": "time model",
     "core.validation": "argument checks",

@@ -15,6 +15,7 @@ from lightning_hetero.core.compression.objective import density_penalty, time_to
 from lightning_hetero.core.compression.settings import VALUE_DTYPES
 from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.rounded import rounded
 from lightning_hetero.core.timing.fitting import estimate_gamma, estimate_sync_times, steps_that_tell
 
 __all__ = ["CompressionChoice", "Computing", "LinkMeasurement", "choose_density", "pack_bytes"]
@@ -159,13 +160,13 @@ class CompressionChoice:
         """Return one line for the log."""
         chosen = "dense sums" if self.density is None else f"block top-k at density {self.density:g}"
         listing = ", ".join(
-            f"{density:g}: {1e3 * seconds:.3g} ms x {1.0 + density_penalty(density):.3g}"
+            f"{density:g}: {rounded(1e3 * seconds)} ms x {1.0 + density_penalty(density):.3g}"
             for density, seconds in self.seconds
         )
         meanwhile = " and hides what is sent" if self.stale else ""
         return (
-            f"{chosen}, because dense takes {1e3 * self.dense_seconds:.3g} ms a step and densities {listing}, of which "
-            f"computing{meanwhile} takes {1e3 * self.computing:.3g} ms"
+            f"{chosen}, because dense takes {rounded(1e3 * self.dense_seconds)} ms a step and densities {listing}, "
+            f"of which computing{meanwhile} takes {rounded(1e3 * self.computing)} ms"
         )
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.core.compression.density_search import SEARCH, SearchSettings, best_densities
+from lightning_hetero.core.rounded import rounded
 from lightning_hetero.core.validation import check_number
 
 __all__ = [
@@ -209,13 +210,13 @@ class DensityChoice:
             'a step of 64 samples computes for 100 ms and sends for 20 ms'
         """
         text = (
-            f"a step of {self.total_batch_size} samples computes for {1e3 * self.compute:.3g} ms and sends for "
-            f"{1e3 * self.transfer:.3g} ms"
+            f"a step of {self.total_batch_size} samples computes for {rounded(1e3 * self.compute)} ms and sends for "
+            f"{rounded(1e3 * self.transfer)} ms"
         )
         if self.stale:
             text += ", which come a step later"
         if self.communication_bound:
-            text += f"; communication-bound: even the least density takes {1e3 * self.least:.3g} ms on the link"
+            text += f"; communication-bound: even the least density takes {rounded(1e3 * self.least)} ms on the link"
         return text
 
 

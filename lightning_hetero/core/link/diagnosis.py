@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.rounded import rounded
 
 __all__ = ["CommunicationBound", "DiagnosisSettings", "network_waits"]
 
@@ -152,10 +153,10 @@ class CommunicationBound:
         """
         text = "communication-bound" if self.bound else "no longer communication-bound"
         text += (
-            f": a step waits for the network for {self.wait:.3g} s (median {self.usual:.3g} s, longest "
-            f"{self.longest:.3g} s) and computes for {self.computing:.3g} s"
+            f": a step waits for the network for {rounded(self.wait)} s (median {rounded(self.usual)} s, longest "
+            f"{rounded(self.longest)} s) and computes for {rounded(self.computing)} s"
         )
         if self.bound and num_bytes:
-            text += f"; a worker sends {1e-6 * num_bytes:.3g} MB in it"
-            text += f", at about {8e-6 * num_bytes / self.usual:.3g} Mbit/s" if self.lasting else ""
+            text += f"; a worker sends {rounded(1e-6 * num_bytes)} MB in it"
+            text += f", at about {rounded(8e-6 * num_bytes / self.usual)} Mbit/s" if self.lasting else ""
         return text

@@ -9,6 +9,7 @@ output side, are synchronous.
 from bisect import bisect_left
 from dataclasses import dataclass
 
+from lightning_hetero.core.rounded import rounded
 from lightning_hetero.core.validation import check_int, check_number
 
 __all__ = ["BucketTimes", "StaleChoice", "StaleHysteresis", "StaleSettings", "choose_synchronous"]
@@ -147,9 +148,9 @@ class StaleChoice:
     def describe(self) -> str:
         """Return one line for the log."""
         waiting, chosen, computing = (1e3 * s for s in (self.all_synchronous, self.step_time, self.compute))
-        text = f"step {waiting:.3g} -> {chosen:.3g} ms, computing {computing:.3g} ms"
+        text = f"step {rounded(waiting)} -> {rounded(chosen)} ms, computing {rounded(computing)} ms"
         if self.communication_bound:
-            text += f"; communication-bound: the gradients of a step take {1e3 * self.transfer:.3g} ms on the link"
+            text += f"; communication-bound: the gradients of a step take {rounded(1e3 * self.transfer)} ms on the link"
         return text
 
 

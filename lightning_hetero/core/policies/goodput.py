@@ -25,6 +25,7 @@ from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import Decision, PlanContext, Proposal
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.core.policies.split_rule import horizon
+from lightning_hetero.core.rounded import rounded
 from lightning_hetero.core.timing.step_time import ClusterTimeModel
 
 __all__ = ["GoodputPlanner"]
@@ -161,7 +162,8 @@ class GoodputPlanner:
 
     def ground(self, context: PlanContext) -> str:
         """Return the grounds of a change of the total, for the log."""
-        return f"at a noise scale of {self.noise_scale(context):.3g} samples"
+        scale = self.noise_scale(context)
+        return f"at a noise scale of {rounded(math.nan if scale is None else scale)} samples"
 
     def windows(self, total: int, context: PlanContext) -> tuple[Window, ...]:
         """Return the current total and every one that may follow it, each with the number of its micro-batches.

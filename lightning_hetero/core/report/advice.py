@@ -7,6 +7,7 @@ from lightning_hetero.core.policies.split_reasons import SHORT_STEP, WORTH
 from lightning_hetero.core.report.analysis import RunFigures
 from lightning_hetero.core.report.limit import BOUND_BY_LINK
 from lightning_hetero.core.report.what_if import WhatIf, what_if
+from lightning_hetero.core.rounded import rounded
 
 __all__ = ["advice"]
 
@@ -71,6 +72,6 @@ def _text(change: WhatIf) -> str:
 def _of_steps(figures: RunFigures) -> Iterator[str]:
     if figures.step_time < SHORT_STEP and figures.idle > IDLE:
         yield (
-            f"steps of {figures.step_time * 1e3:.3g} ms are too short to balance: a larger batch, or "
+            f"steps of {rounded(figures.step_time * 1e3)} ms are too short to balance: a larger batch, or "
             'strategy="hetero_elastic"'
         )

@@ -9,6 +9,7 @@ from lightning_hetero.core.report.analysis import RunFigures
 from lightning_hetero.core.report.limit import limit_of
 from lightning_hetero.core.report.lost_time import straggler_spans
 from lightning_hetero.core.report.run_record import RunRecord
+from lightning_hetero.core.rounded import rounded
 
 __all__ = ["Summary", "summary_of"]
 
@@ -94,9 +95,9 @@ def _rows(figures: RunFigures) -> Iterator[tuple[str, ...]]:
             str(one.rank),
             device[:28],
             f"{one.size} ({100 * one.share:.0f} %)",
-            f"{one.rate:.4g}",
-            f"{one.compute * 1e3:.4g} ms",
-            f"{one.waiting * 1e3:.4g} ms ({100 * one.idle:.0f} %)",
+            rounded(one.rate, 4),
+            f"{rounded(one.compute * 1e3, 4)} ms",
+            f"{rounded(one.waiting * 1e3)} ms ({100 * one.idle:.0f} %)",
             f"{memory}{bound}",
         )
 
@@ -114,8 +115,8 @@ def _lines(figures: RunFigures) -> Iterator[str]:
     changed = [one for one in run.changes if one.reason]
     if run.gains:
         gain = run.gains[-1]
-        predicted = f" (predicted {gain.predicted * 1e3:.4g})" if math.isfinite(gain.predicted) else ""
-        times = f"{gain.before * 1e3:.4g} -> {gain.after * 1e3:.4g} ms{predicted}"
+        predicted = f" (predicted {rounded(gain.predicted * 1e3, 4)})" if math.isfinite(gain.predicted) else ""
+        times = f"{rounded(gain.before * 1e3, 4)} -> {rounded(gain.after * 1e3, 4)} ms{predicted}"
         yield f"newest measured change: step {times} at epoch {gain.epoch} step {gain.step}"
     if changed:
         newest = changed[-1]
@@ -129,7 +130,7 @@ def _lines(figures: RunFigures) -> Iterator[str]:
     if spans:
         worst = max(spans, key=lambda one: one.total)
         who = "the link" if worst.known.rank < 0 else f"rank {worst.known.rank} ({worst.known.phase})"
-        yield f"{len(spans)} straggler{'s' * (len(spans) > 1)}, {figures.lost:.3g} s lost; most by {who}"
+        yield f"{len(spans)} straggler{'s' * (len(spans) > 1)}, {rounded(figures.lost)} s lost; most by {who}"
     for text in advice(figures):
         yield f"next: {text}"
     yield from _ending(run)
@@ -137,14 +138,14 @@ def _lines(figures: RunFigures) -> Iterator[str]:
 
 def _step(figures: RunFigures) -> str:
     before, now = figures.step_time_before, figures.step_time
-    text = f"step: {now * 1e3:.4g} ms"
+    text = at_end = f"{rounded(now * 1e3, 4)} ms"
     if math.isfinite(before) and len(figures.first) < len(figures.timed):
-        text = f"step: {before * 1e3:.4g} ms with even sizes until the first change, {now * 1e3:.4g} ms at the end"
+        text = f"{rounded(before * 1e3, 4)} ms with even sizes until the first change, {at_end} at the end"
     if math.isfinite(figures.predicted):
-        text += f" (predicted {figures.predicted * 1e3:.4g})"
+        text += f" (predicted {rounded(figures.predicted * 1e3, 4)})"
     if math.isfinite(figures.share_of_optimum):
         text += f", {100 * figures.share_of_optimum:.1f} % of the optimum"
-    return text
+    return f"step: {text}"
 
 
 def _ending(run: RunRecord) -> Iterator[str]:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from lightning_hetero.core.report.summary import Summary
+from lightning_hetero.core.rounded import rounded
 from lightning_hetero.elastic.merging.merge_record import MergeRecord
 
 __all__ = ["summary_of_merges"]
@@ -50,7 +51,7 @@ def summary_of_merges(merges: Sequence[MergeRecord], batch_sizes: Sequence[int])
             str(batch_sizes[rank]),
             str(updates[rank]),
             f"{samples[rank]} ({100 * samples[rank] / max(total, 1):.0f} %)",
-            "unknown" if math.isnan(rates[rank]) else f"{rates[rank]:.4g}",
+            "unknown" if math.isnan(rates[rank]) else rounded(rates[rank], 4),
             f"{100 * waits[rank]:.0f} %",
         )
         for rank in range(len(rates))

@@ -7,6 +7,7 @@ import numpy as np
 
 from lightning_hetero.core.batching.plan import PlanEntry
 from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.rounded import rounded
 
 __all__ = ["MIN_STEPS", "Gain", "GainMeter"]
 
@@ -40,13 +41,9 @@ class Gain:
 
     def describe(self) -> str:
         """Return the line of the log."""
-        predicted = "" if math.isnan(self.predicted) else f" (predicted {_ms(self.predicted)} ms)"
+        predicted = "" if math.isnan(self.predicted) else f" (predicted {rounded(self.predicted * 1e3)} ms)"
         at = f"epoch {self.entry.epoch} step {self.entry.step}"
-        return f"{at}: step {_ms(self.before)} -> {_ms(self.after)} ms measured{predicted}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g}" if seconds < 0.1 else f"{seconds * 1e3:.0f}"
+        return f"{at}: step {rounded(self.before * 1e3)} -> {rounded(self.after * 1e3)} ms measured{predicted}"
 
 
 @dataclass

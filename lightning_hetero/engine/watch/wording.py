@@ -1,5 +1,6 @@
 """Log lines on stragglers."""
 
+from lightning_hetero.core.rounded import rounded
 from lightning_hetero.core.stragglers.detector import LINK, Straggler
 
 __all__ = ["describe_straggler"]
@@ -31,9 +32,9 @@ def describe_straggler(one: Straggler, at: tuple[int, int], device: str = "") ->
         how = RELIEVED.get(one.relieved, one.relieved)
         over = "the link is no longer slower" if one.rank == LINK else f"{who} no longer makes the others wait"
         least = "at least " if one.earlier else ""
-        return f"{over} as of {where}: {how}; it has cost {least}{one.lost:.3g} s"
+        return f"{over} as of {where}: {how}; it has cost {least}{rounded(one.lost)} s"
     where += " or earlier" if one.earlier else ""
-    costs = f"costs {one.cost * 1e3:.3g} ms of each step"
+    costs = f"costs {rounded(one.cost * 1e3)} ms of each step"
     if one.rank == LINK:
         return f"the link has been slower since {where}: this {costs}"
     why = f"it is slower than all others, mostly in {NAMES[one.phase]}, and" if one.lasting else NAMES[one.phase]

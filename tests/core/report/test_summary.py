@@ -29,7 +29,7 @@ def test_the_verdict_and_the_table_have_the_figures(seed):
         assert float(row[3]) == pytest.approx(one.rate, rel=1e-3)
         assert float(row[4].removesuffix(" ms")) == pytest.approx(one.compute * 1e3, rel=1e-3)
         waits, share = row[5].removesuffix(" %)").split(" ms (")
-        assert float(waits) == pytest.approx((figures.step_time - one.compute) * 1e3, rel=1e-3)
+        assert float(waits) == pytest.approx((figures.step_time - one.compute) * 1e3, rel=5e-3)
         assert share == f"{100 * (1 - one.compute / figures.step_time):.0f}"
         assert row[6] == "1.0 GB"
 
