@@ -39,7 +39,7 @@ class Step:
         sizes: samples of each worker.
         forward: end of load, forward and update of each worker.
         backward: end of the backward pass of each worker.
-        sync: start and end of the synchronisation of each bucket.
+        sync: start and end of the all-reduce of each bucket.
     """
 
     sizes: tuple[int, ...]
@@ -49,7 +49,7 @@ class Step:
 
 
 def walk(cluster: ClusterTimeModel, sizes: tuple[int, ...]) -> Step:
-    """Let the step happen: a bucket is synchronised once all workers have it and the one before it is done."""
+    """Let the step happen: a bucket is averaged once all workers have it and the one before it is done."""
     pairs = list(zip(cluster.nodes, sizes, strict=True))
     forward = [node.forward_time(b) for node, b in pairs]
     passes = [node.backward_time(b) for node, b in pairs]
@@ -110,7 +110,7 @@ def main() -> None:
         Patch(color=FORWARD, label="load, forward, update"),
         Patch(color=BACKWARD, label="backward"),
         Patch(facecolor=WAITING, edgecolor="#999999", hatch=HATCH, lw=0, label="waiting for others"),
-        Patch(color=SYNC, label="buckets' synchronisation"),
+        Patch(color=SYNC, label="all-reduce of the buckets"),
     ]
     figure.legend(handles=legend, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     figure.savefig(HERE / "one_step.svg", metadata={"Date": None})
