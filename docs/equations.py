@@ -1,4 +1,4 @@
-"""Write the table of ``equations.md``: where each equation of the papers is, and which test holds it.
+"""Write the table of ``equations.md``: where each equation of the papers is, and which test checks it.
 
     make map
 

@@ -9,8 +9,7 @@ __all__ = ["PAPER", "ROWS"]
 PAPER = Paper(
     "A",
     "Adaptive SGD (HeteroGPU)",
-    "Adaptive SGD: adaptive elastic model averaging stochastic gradient descent for sparse deep learning on "
-    "heterogeneous multi-GPUs.",
+    "Adaptive Elastic Training for Sparse Deep Learning on Heterogeneous Multi-GPU Servers.",
 )
 
 COMMAND = "python benchmarks/papers/adaptive_sgd.py"
