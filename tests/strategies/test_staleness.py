@@ -383,7 +383,7 @@ def test_delays_follow_the_link_and_no_gradient_is_lost():
     *usual, last = results[0]["said"]
     assert {level for level, _ in usual} == {"INFO"}
     assert last[0] == "WARNING"
-    assert re.search(r"communication-bound: the gradients of a step take 8e\+03 ms on the link$", last[1])
+    assert re.search(r"communication-bound: the gradients of a step take (799|800)\d ms on the link$", last[1])
     assert results[1]["said"] == [], "a rank other than 0 speaks"
 
 
