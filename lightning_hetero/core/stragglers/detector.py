@@ -187,8 +187,8 @@ class StragglerDetector:
         odd, fault = raised.copy(), raised
         odd[[rank for rank, one in self.active.items() if one.lasting]] = True
         others = judged.asks[~odd]
-        if not len(others):
-            return cost  # all workers are slower than before: none of them makes the others wait
+        if not len(others):  # all are slower than before: only the slowest can make the others wait
+            others = np.delete(judged.asks, judged.asks.argmax())
         waits = np.maximum(judged.asks - others.max(), 0.0)
         cost[odd] = waits[odd]
         cost[fault] = np.minimum(cost[fault], beyond[fault])

@@ -80,3 +80,19 @@ def test_short_steps():
     texts = given(nodes=short, link=1e-4)
     assert 'steps of 4.42 ms are too short to balance: a larger batch, or strategy="hetero_elastic"' in texts
     assert not any("too short" in text for text in given((16, 16), nodes=[short[0]] * 2, link=0.0)), "nobody waits"
+
+
+def test_the_newest_round_says_whether_the_link_is_compressed():
+    one = a_round(np.random.default_rng(0), (21, 11), nodes=NODES, link=0.1)
+    later = replace(one, density=0.01)
+    found = [advice(RunFigures(RunRecord.of([header(2), *rounds]))) for rounds in ((one, later), (later, one))]
+    assert [any("communication" in text for text in texts) for texts in found] == [False, True]
+
+
+def test_a_link_that_takes_all_of_the_step():
+    assert any(text.endswith("20.0x at most") for text in given(link=100.0))
+
+
+def test_a_share_of_the_optimum_of_nothing_gives_a_finite_gain():
+    texts = given((31, 1), policy="even", change={"step_time": 0.001})
+    assert any(text.endswith("is 9900% faster") for text in texts)

@@ -171,3 +171,10 @@ def test_bounds_that_no_split_keeps_leave_the_optimum_unknown():
     figures = RunFigures(RunRecord.of([header(2), one]))
     assert math.isnan(figures.optimum)
     assert math.isnan(figures.share_of_optimum)
+
+
+def test_a_split_beyond_its_bounds_has_no_share_above_one():
+    one = a_round(np.random.default_rng(0), (20, 12), nodes=NODES, max_local=(10, 100))
+    figures = RunFigures(RunRecord.of([header(2), one]))
+    assert figures.optimum > figures.step_time
+    assert figures.share_of_optimum == 1.0

@@ -434,6 +434,72 @@ def test_all_all_reduces_count_for_the_link():
     assert found.excess == pytest.approx(0.08)
 
 
+def test_the_slowest_is_a_straggler_still_when_all_others_become_slower():
+    """It takes 0.3 s, and the others 0.15 s: they wait as long as it takes more, however slow they were before."""
+    slow, now = steady((0.1, 0.1, 0.3)), steady((0.15, 0.15, 0.3))
+    for rounds in ([slow] * 3, [USUAL, USUAL, slow]):
+        detector, events = watched(*rounds, *[now] * 5)
+        assert events[2:] == [[(2, "forward", "")], *[[]] * 5]
+        assert detector.active[2].cost == pytest.approx(0.15)
+    assert watched(USUAL, USUAL, now)[1][2] == [(2, "forward", "")], "not three rounds later"
+
+
+def test_phase_and_begin_follow_from_all_phases():
+    usual = _with(steady((0.2, 0.2)), forward=0.1, backward=0.1)
+    rows = _table(_with(usual, data_wait=(0.0, 0.05)))
+    rows[:2] = _table(usual)[:2]
+    detector, _ = watched(usual, usual)
+    (found,) = detector.observe(StepObservations.from_array(rows), 8)
+    assert (found.rank, found.phase, found.ago) == (1, "data", 6)
+
+
+def test_a_worker_is_not_named_within_the_deviations_assumed_at_first():
+    assert watched(USUAL, steady((0.1, 0.1, 0.11)))[1] == [[], []]
+
+
+def test_a_lasting_straggler_learns_what_is_usual_at_another_size():
+    first, sizes = steady((0.1, 0.1, 0.3)), np.array([9, 8, 7])
+    then, slower = (steady((0.1, 0.1, last), sizes=sizes) for last in (0.3, 0.36))
+    assert watched(*[first] * 3, *[then] * 4, slower)[1][7] == [(2, "forward", "slower"), (2, "forward", "")]
+
+
+def test_workers_learn_what_is_usual_while_the_link_is_slow():
+    usual, slow = (steady((0.1, 0.1), link=link) for link in (0.01, 0.06))
+    resized, worker = (steady((0.1, last), link=0.06, sizes=np.array([7, 9])) for last in (0.1, 0.125))
+    _, events = watched(usual, usual, slow, *[resized] * 3, worker)
+    assert events[2:] == [[(LINK, "link", "")], [], [], [], [(1, "forward", "")]]
+
+
+def test_neither_the_link_nor_a_lasting_straggler_lowers_what_names_a_worker():
+    usual, sizes = steady((0.1, 0.1), link=0.01), np.array([7, 9])
+    worker = steady((0.1, 0.1325), link=0.03, sizes=sizes)
+    assert watched(usual, usual, steady((0.1, 0.1), link=0.03), worker)[1][2:] == [[(LINK, "link", "")], []]
+    lasting, larger = steady((0.1, 0.1, 0.115)), steady((0.1, 0.1, 0.145), sizes=np.array([8, 7, 9]))
+    assert watched(*[lasting] * 3, larger)[1][2:] == [[(2, "forward", "")], []]
+
+
+def test_a_straggler_far_beyond_its_past_lasts_though_most_of_its_excess_is_over():
+    assert watched(USUAL, USUAL, steady((0.1, 0.1, 0.2)), steady((0.1, 0.1, 0.14)))[1][3] == []
+
+
+@pytest.mark.parametrize(("last", "how"), [(0.072, "split"), (0.068, "recovered")])
+def test_a_share_explains_seven_tenths_of_its_part_and_no_less(last, how):
+    after = steady((0.1, 0.1, last), sizes=np.array([10, 10, 4]))
+    assert watched(USUAL, USUAL, steady((0.1, 0.1, 0.2)), after)[1][3] == [(2, "forward", how)]
+
+
+@pytest.mark.parametrize(("last", "found"), [(0.12, [(1, "forward", "")]), (0.109, [])])
+def test_a_lasting_straggler_costs_a_tenth_of_the_step(last, found):
+    assert watched(*[steady((0.1, last))] * 3)[1][2] == found
+
+
+def test_a_link_that_has_recovered_in_part_costs_nothing_more():
+    usual, slow, less = (steady((0.1, 0.1), link=link) for link in (0.01, 0.06, 0.03))
+    detector, _ = watched(usual, usual, slow)
+    (ended,) = detector.observe(less, 8)
+    assert (ended.relieved, ended.cost) == ("recovered", 0.0)
+
+
 def linked(backward, *, overlapped, sizes=8, steps=8):
     """Observations of backward passes whose first bucket is ready after a fifth; all-reduces end with the link."""
     backward = np.tile(np.asarray(backward, dtype=float), (steps, 1))

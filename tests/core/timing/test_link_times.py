@@ -214,3 +214,21 @@ def test_three_steps_that_tell_are_few_and_four_are_not(telling, steps, bound):
     found = link.observe(looks([True] * telling + [False] * (steps - telling), slower=0.5))
     assert found.at(2)[0] == pytest.approx(0.1)
     assert (found.error(2) > 0.04) == bound, "a bound says little, and the time itself a lot"
+
+
+def test_the_scatter_of_the_last_all_reduce_is_that_of_steps():
+    seen = round_of(4, 0.3, 0.03, np.random.default_rng(0), steps=32, noise=0.05)
+    least = seen.last_sync.min(axis=1)
+    jitter = 1.4826 * np.median(np.abs(least / np.median(least) - 1.0))
+    assert LinkTimes().observe(seen).sync[4][1].variance == pytest.approx(1.5 * jitter**2 / 32 + 0.02**2)
+
+
+@pytest.mark.parametrize(("gamma", "jumps"), [(0.5, True), (0.4, False)])
+def test_gamma_jumps_by_its_own_scale(gamma, jumps):
+    link = LinkTimes().observe(round_of(4, 0.3, 0.03, gamma=0.2)).observe(round_of(4, 0.3, 0.03, gamma=gamma))
+    assert (link.gamma.value == pytest.approx(gamma)) == jumps
+
+
+def test_the_last_all_reduce_is_followed_from_its_own_level():
+    link = LinkTimes().observe(round_of(4, 0.3, 0.03)).observe(round_of(4, 0.3, 0.031))
+    assert 0.03 < link.sync[4][1].value < 0.031

@@ -52,3 +52,8 @@ def test_a_begin_that_was_not_timed_is_said_to_be_one():
     assert describe_straggler(end, (0, 99)).endswith("it has cost at least 2 s")
     link = Straggler(LINK, "link", 0, 0.05, 0.05, earlier=True)
     assert "since epoch 0 step 1 or earlier: this costs" in describe_straggler(link, (0, 1))
+
+
+def test_only_a_lasting_straggler_is_slower_than_all_others():
+    texts = [describe_straggler(Straggler(2, "data", 0, 0.05, 0.06, lasting), (0, 40)) for lasting in (False, True)]
+    assert ["slower than all others" in text for text in texts] == [False, True]
