@@ -8,6 +8,7 @@ import sys
 from lightning_hetero.cli._parser import Parser, UserError
 from lightning_hetero.core.report.json_lines import RecordError
 from lightning_hetero.core.report.records import FILE_NAME
+from lightning_hetero.core.rounded import rounded
 from lightning_hetero.report.compare import compare_runs, compared_text
 from lightning_hetero.report.run_file import find_record, read_run
 
@@ -52,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _rate(rate: float) -> str:
-    return f"{rate:.4g} samples/s" if math.isfinite(rate) else "none"
+    return f"{rounded(rate, 4)} samples/s" if math.isfinite(rate) else "none"
 
 
 def parse_share(text: str) -> float:

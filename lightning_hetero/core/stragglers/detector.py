@@ -122,7 +122,7 @@ class StragglerDetector:
 
     @property
     def _suspicious(self) -> float:
-        """Share of the step by which a worker is slower than expected if the next round has to confirm it."""
+        """Share of the step by which a worker or the link is slower if the next round has to confirm it."""
         return self.settings.ended * self.settings.min_cost
 
     def observe(self, observations: StepObservations, elapsed: int, accumulation: int = 1) -> list[Straggler]:
@@ -184,14 +184,14 @@ class StragglerDetector:
     def _costs(self, judged: RoundTimes, beyond: Array, raised: Flags) -> Array:
         """Return what each raised worker, and each lasting straggler, adds to the step: the others' wait for it."""
         cost = np.zeros(self.workers)
-        odd, fault = raised.copy(), raised
+        odd = raised.copy()
         odd[[rank for rank, one in self.active.items() if one.lasting]] = True
         others = judged.asks[~odd]
         if not len(others):  # all are slower than before: only the slowest can make the others wait
             others = np.delete(judged.asks, judged.asks.argmax())
         waits = np.maximum(judged.asks - others.max(), 0.0)
         cost[odd] = waits[odd]
-        cost[fault] = np.minimum(cost[fault], beyond[fault])
+        cost[raised] = np.minimum(cost[raised], beyond[raised])
         return cost
 
     def _begin(
@@ -262,7 +262,7 @@ class StragglerDetector:
         elif beyond > settings.deviations * error and cost > settings.min_cost * judged.step:
             events.append(self._begin(judged, LINK, "link", len(judged.rows), cost, beyond))
         if LINK not in self.active:
-            suspicious = np.array([beyond > settings.ended * settings.min_cost * judged.step])
+            suspicious = np.array([beyond > self._suspicious * judged.step])
             past.learn(judged.sync[None], np.ones(1, dtype=bool), suspicious)
         return events
 

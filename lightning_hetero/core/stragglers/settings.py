@@ -18,7 +18,8 @@ class StragglerSettings:
         min_steps: fewest steps of a round that are judged.
         lasting_rounds: rounds without a change of the split after which a slower worker counts as a lasting straggler.
         weight: weight of a new round in a worker's past, once several are known.
-        ended: share of the excess, or of the cost, below which a straggler counts as relieved.
+        ended: share of the least cost below which a straggler counts as relieved. So it does below this share of the
+            excess that it began with, if that is no more than would make it a straggler now.
 
     Example:
         >>> StragglerSettings().min_cost

@@ -116,12 +116,13 @@ class LinkTimes:
         t_o, t_u = estimate_sync_times(seen.overlapped_sync, seen.last_sync, tells)
         before = self.sync.get(workers, (Level(), Level()))
         least = seen.overlapped_sync.min(axis=1)
-        overlapped = (
-            _followed(before[0], t_o, least[tells], settings) if tells.any() else before[0].below(t_o, settings)
-        )
-        bound = float(np.median(least))  # every step's least is a bound
+        bound = float(np.median(least))  # the least time of every step is one
         if tells.sum() < settings.link_few_steps <= steps and before[0].far_above(bound, steps, settings):
             overlapped = Level().below(bound, settings)
+        elif tells.any():
+            overlapped = _followed(before[0], t_o, least[tells], settings)
+        else:
+            overlapped = before[0].below(t_o, settings)
         last = _followed(before[1], t_u, seen.last_sync.min(axis=1), settings)
         return replace(self, gamma=gamma, sync={**self.sync, workers: (overlapped, last)})
 

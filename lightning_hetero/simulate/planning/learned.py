@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_hetero.core.keywords import checked_keywords
+from lightning_hetero.core.rounded import rounded
 from lightning_hetero.simulate.devices.catalog import published_devices
 from lightning_hetero.simulate.planning.answer import Epoch
 from lightning_hetero.simulate.planning.cluster import Cluster, Link
@@ -211,6 +212,7 @@ def _facts(answer: LearnedAnswer) -> list[str]:
         f"share of the optimum       {answer.share_of_optimum:.1%}, in the second half {answer.share_at_the_end:.1%}",
         f"optimum                    {format_seconds(answer.optimum)} a step",
         f"changes of the plan        {len(answer.plans) - 1}",
-        f"throughput                 {answer.samples_per_second:.4g} samples/s over {format_seconds(answer.seconds)}",
+        f"throughput                 {rounded(answer.samples_per_second, 4)} samples/s over "
+        f"{format_seconds(answer.seconds)}",
     ]
     return [*facts, f"epoch                      {epoch_text(answer.epoch)}"] if answer.epoch else facts

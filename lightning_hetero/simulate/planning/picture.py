@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_hetero.core.rounded import rounded
 from lightning_hetero.simulate.planning.answer import PlanAnswer, WorkerAnswer
 from lightning_hetero.simulate.planning.tables import group_label, worker_groups
 from lightning_hetero.simulate.planning.units import format_seconds
@@ -60,7 +61,7 @@ def draw_plan(answer: PlanAnswer, path: str, title: str = "") -> None:
     axes.set_yticks(places, names)
     axes.invert_yaxis()
     axes.set_xlabel("ms in a step")
-    speed = f"{answer.samples_per_second:.4g} samples/s, {format_seconds(answer.expected_step_time)} a step"
+    speed = f"{rounded(answer.samples_per_second, 4)} samples/s, {format_seconds(answer.expected_step_time)} a step"
     axes.set_title(_plain(f"{title}: {speed}" if title else speed), fontsize=10)
     figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=2)
     _save(figure, path)

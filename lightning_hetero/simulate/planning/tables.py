@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from lightning_hetero.core.rounded import rounded
 from lightning_hetero.simulate.planning.answer import Epoch, PlanAnswer, WorkerAnswer
 from lightning_hetero.simulate.planning.units import format_rate, format_seconds
 from lightning_hetero.simulate.planning.wording import columns, counted, labels, percent, shortened, with_article
@@ -64,11 +65,12 @@ def compared_text(before: PlanAnswer, after: PlanAnswer) -> str:
     """Return what a change of the cluster brings, as lines for a terminal."""
     gain = after.samples_per_second / before.samples_per_second
     lines = [
-        f"before the change: {counted(len(before.workers), 'worker')}, {before.samples_per_second:.4g} samples/s",
+        f"before the change: {counted(len(before.workers), 'worker')}, "
+        f"{rounded(before.samples_per_second, 4)} samples/s",
         f"the change makes it {gain:.3g} times as fast",
     ]
     if before.epoch and after.epoch and before.epoch.cost is not None and after.epoch.cost is not None:
-        lines.append(f"an epoch costs {after.epoch.cost:.4g} in place of {before.epoch.cost:.4g}")
+        lines.append(f"an epoch costs {rounded(after.epoch.cost, 4)} in place of {rounded(before.epoch.cost, 4)}")
     return "\n" + "\n".join(lines) + "\n"
 
 
@@ -82,7 +84,7 @@ def _row(label: str, group: Sequence[WorkerAnswer]) -> tuple[str, ...]:
         format_seconds(max(worker.compute_time for worker in group)),
         percent(sum(worker.idle_share for worker in group) / len(group)),
         f"{max(used):.0%} of {first.memory}" if used else "-",
-        f"{first.alone:.4g}/s",
+        f"{rounded(first.alone, 4)}/s",
         percent(first.brings),
         " and ".join("link" if kind == "communication" else "computing" for kind in limited),
     )
@@ -100,9 +102,9 @@ def _facts(answer: PlanAnswer) -> list[str]:
         step += f" ({format_seconds(answer.step_time)} without jitter)"
     facts = [
         ("step", step),
-        ("throughput", f"{answer.samples_per_second:.4g} samples/s"),
+        ("throughput", f"{rounded(answer.samples_per_second, 4)} samples/s"),
         ("over even sizes", _over_even(answer)),
-        ("of the summed throughput alone", f"{percent(answer.share_of_alone)} of {answer.alone:.4g} samples/s"),
+        ("of the summed throughput alone", f"{percent(answer.share_of_alone)} of {rounded(answer.alone, 4)} samples/s"),
         ("leave out", _leave_out(answer)),
         ("link", _link(answer)),
         ("epoch", epoch_text(answer.epoch)),
@@ -124,7 +126,7 @@ def _leave_out(answer: PlanAnswer) -> str:
     shown = [with_article(shortened(label)) for label in _labels(answer.workers)]
     alone, fastest = max((worker.alone, -i) for i, worker in enumerate(answer.workers))
     if alone > answer.samples_per_second:
-        return f"all but {shown[-fastest]}: alone it trains {alone:.4g} samples/s"
+        return f"all but {shown[-fastest]}: alone it trains {rounded(alone, 4)} samples/s"
     name = shown[answer.leave_out]
     if answer.gain_without_it < LEAST_GAIN:
         lost = percent(max(-answer.gain_without_it, 0.0))
@@ -157,6 +159,6 @@ def epoch_text(epoch: Epoch | None) -> str:
     if epoch is None:
         return ""
     text = f"{format_seconds(epoch.seconds)} for {epoch.samples} samples"
-    if epoch.cost is None:
+    if epoch.cost is None or epoch.price_per_hour is None:
         return f"{text}; its cost needs the price of {', '.join(epoch.without_price[:5])}"
-    return f"{text}, costs {epoch.cost:.4g} ({epoch.price_per_hour:.4g} an hour)"
+    return f"{text}, costs {rounded(epoch.cost, 4)} ({rounded(epoch.price_per_hour, 4)} an hour)"

@@ -1,5 +1,6 @@
 """Answers as text: what is said of the worker that is missed least."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -46,3 +47,10 @@ def test_a_comparison_is_of_the_cluster_after_with_that_before():
     assert f"before the change: 1 worker, {before.samples_per_second:.4g} samples/s" in text
     assert f"the change makes it {gain:.3g} times as fast" in text
     assert f"an epoch costs {after.epoch.cost:.4g} in place of {before.epoch.cost:.4g}" in text
+
+
+def test_a_fast_cluster_has_no_powers_of_ten():
+    quick = replace(FAST, q=1e-6, s=0.0, k=1e-6)
+    text = plan_text(plan_cluster(Cluster((quick, quick)).priced({"*": 123456.0}), 6000, samples=10**9))
+    assert "samples/s" in text
+    assert not re.search(r"\de[+-]\d", text), text
