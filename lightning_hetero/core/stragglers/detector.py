@@ -261,9 +261,8 @@ class StragglerDetector:
                 events.append(one)
         elif beyond > settings.deviations * error and cost > settings.min_cost * judged.step:
             events.append(self._begin(judged, LINK, "link", len(judged.rows), cost, beyond))
-        if LINK not in self.active:
-            suspicious = np.array([beyond > self._suspicious * judged.step])
-            past.learn(judged.sync[None], np.ones(1, dtype=bool), suspicious)
+        usual_now = np.array([LINK not in self.active])
+        past.learn(judged.sync[None], usual_now, np.array([beyond > self._suspicious * judged.step]))
         return events
 
 

@@ -427,6 +427,13 @@ def test_a_suspicious_round_does_not_teach_what_is_usual_of_the_link():
     assert watched(*[steady((0.01, 0.01), link=link) for link in links])[1][10:] == [[], [(LINK, "link", "")]]
 
 
+def test_a_suspicious_round_that_a_slow_link_confirms_is_no_noise_of_the_link():
+    """What names the link is the same after it was slow as before: only rounds that are not confirmed are noise."""
+    rounds = [steady((0.01, 0.01), link=link) for link in (*[0.1] * 14, 0.104, 0.2, 0.1, 0.1071)]
+    begin, end = [(LINK, "link", "")], [(LINK, "link", "recovered")]
+    assert watched(*rounds)[1][14:] == [[], begin, end, begin]
+
+
 def test_all_all_reduces_count_for_the_link():
     usual, slow = (_with(linked((0.1, 0.1), overlapped=o), last_sync=u) for o, u in ((0.09, 0.01), (0.13, 0.05)))
     detector, _ = watched(usual, usual)
