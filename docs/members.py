@@ -67,4 +67,12 @@ MEMBERS = {
     "lightning_hetero.simulate.Link": "times, at_rate, effective_rate, scaled",
     "lightning_hetero.simulate.PlanAnswer": "local_batch_sizes, to_dict",
     "lightning_hetero.simulate.LearnedAnswer": "to_dict",
+    "lightning_hetero.data.IndexStream": "indices, fingerprint",
+    "lightning_hetero.data.PermutationStream": "indices, fingerprint",
+    "lightning_hetero.data.SamplerStream": "indices, fingerprint",
+    "lightning_hetero.report.RunRecord": "of, from_lines, damaged, unseen, workers",
+    "lightning_hetero.report.RunFigures": (
+        "step_time, step_time_before, even, predicted, speed_up, speed_up_of_run, rate, optimum, share_of_optimum, "
+        "share_of_solo, idle, link_share, lost, workers"
+    ),
 }

@@ -257,6 +257,18 @@ def test_reference_lists_every_public_name():
     assert [name.rpartition(".")[2] for name in REFERENCE[:2]] == ["HeteroDDPStrategy", "HeteroElasticStrategy"]
 
 
+def test_reference_describes_what_a_page_imports_or_names_as_an_error():
+    api = TEXTS[ROOT / "docs" / "api.md"]
+    described = {name.rpartition(".")[2] for name in re.findall(r"\blightning_hetero\.[\w.]+", api)}
+    imported = re.findall(r"^(?:>>> )?from lightning_hetero[\w.]* import (.+)$", "\n".join(TEXTS.values()), re.M)
+    used = {name for names in imported for name in names.split(", ") if not name.isupper()}
+    assert {"HeteroDDPStrategy", "read_run", "gradient_hook"} <= used
+    modules = (ROOT / "lightning_hetero").rglob("*.py")
+    errors = re.findall(r"^class (\w+Error)\(", "\n".join(path.read_text() for path in modules), re.M)
+    used |= {name for name in errors if any(f"`{name}`" in text for text in TEXTS.values())}
+    assert used - described == set()
+
+
 def test_members_that_the_reference_describes_exist():
     members = runpy.run_path(str(ROOT / "docs" / "members.py"))["MEMBERS"]
     assert set(members) <= set(REFERENCE)

@@ -12,11 +12,13 @@ if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
     from lightning_hetero.comm.agreement.control_plane import PlanMismatchError as PlanMismatchError
     from lightning_hetero.comm.gradients.ddp_hook import HookState as HookState
     from lightning_hetero.comm.gradients.ddp_hook import gradient_hook as gradient_hook
+    from lightning_hetero.comm.gradients.health import NonFiniteError as NonFiniteError
     from lightning_hetero.comm.timing.step_timer import StepTimer as StepTimer
 
 _EXPORTS = {
     "ControlPlane": "lightning_hetero.comm.agreement.control_plane",
     "HookState": "lightning_hetero.comm.gradients.ddp_hook",
+    "NonFiniteError": "lightning_hetero.comm.gradients.health",
     "PlanMismatchError": "lightning_hetero.comm.agreement.control_plane",
     "StepTimer": "lightning_hetero.comm.timing.step_timer",
     "gradient_hook": "lightning_hetero.comm.gradients.ddp_hook",

@@ -21,6 +21,9 @@ __all__ = ["AMAZON_670K", "DELICIOUS_200K", "SparseShape", "synthetic_multilabel
 class SparseShape:
     """Shape of a sparse multi-label data set.
 
+    ``AMAZON_670K`` and ``DELICIOUS_200K`` are those of Adaptive SGD's experiments (A table 1); ``scaled`` makes a
+    smaller one of the same kind.
+
     Args:
         features: number of columns.
         classes: number of different labels.

@@ -8,6 +8,12 @@ from typing import TYPE_CHECKING
 from lightning_hetero.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
+    from lightning_hetero.core.report.analysis import RunFigures as RunFigures
+    from lightning_hetero.core.report.analysis import WorkerFigures as WorkerFigures
+    from lightning_hetero.core.report.json_lines import RecordError as RecordError
+    from lightning_hetero.core.report.records import RoundRecord as RoundRecord
+    from lightning_hetero.core.report.records import RunHeader as RunHeader
+    from lightning_hetero.core.report.run_record import RunRecord as RunRecord
     from lightning_hetero.report.compare import Comparison as Comparison
     from lightning_hetero.report.compare import compare_runs as compare_runs
     from lightning_hetero.report.page import write_picture as write_picture
@@ -18,6 +24,12 @@ if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
 
 _EXPORTS = {
     "Comparison": "lightning_hetero.report.compare",
+    "RecordError": "lightning_hetero.core.report.json_lines",
+    "RoundRecord": "lightning_hetero.core.report.records",
+    "RunFigures": "lightning_hetero.core.report.analysis",
+    "RunHeader": "lightning_hetero.core.report.records",
+    "RunRecord": "lightning_hetero.core.report.run_record",
+    "WorkerFigures": "lightning_hetero.core.report.analysis",
     "compare_runs": "lightning_hetero.report.compare",
     "find_record": "lightning_hetero.report.run_file",
     "read_run": "lightning_hetero.report.run_file",
