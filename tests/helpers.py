@@ -168,7 +168,9 @@ def run_ranks(fn, world_size, *args, timeout=90.0, env=None, expect_errors=False
                 try:
                     results[rank] = pipe.recv()
                 except EOFError:
-                    results[rank] = ("error", ("Died", f"rank {rank} died without a word", ""))
+                    processes[rank].join()
+                    text = f"rank {rank} died without a word, with exit code {processes[rank].exitcode}"
+                    results[rank] = ("error", ("Died", text, text))
     finally:
         _end(processes, pipes, 0.2 if any(r is None for r in results) else 10)
     errors = [(rank, *value[:2]) for rank, (kind, value) in enumerate(results) if kind == "error"]

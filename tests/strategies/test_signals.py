@@ -38,14 +38,20 @@ SHORT = {"timeout": timedelta(seconds=20)}
 
 
 class Told(L.Callback):
-    """This process gets a signal some time after training has begun, wherever it is then."""
+    """This process gets a signal some time after training has begun, wherever it is then, unless training has ended."""
 
     def __init__(self, seconds, number=signal.SIGTERM):
-        self.seconds, self.number = seconds, number
+        self.seconds, self.number, self.timer = seconds, number, None
 
     def on_train_start(self, trainer, pl_module):
         if self.seconds is not None:
-            threading.Timer(self.seconds, os.kill, (os.getpid(), self.number)).start()
+            self.timer = threading.Timer(self.seconds, os.kill, (os.getpid(), self.number))
+            self.timer.start()
+
+    def on_exception(self, trainer, pl_module, exception):
+        """Lightning then restores the handlers of before, by which a late signal ends the process."""
+        if self.timer is not None:
+            self.timer.cancel()
 
 
 class Slow(Regressor):
