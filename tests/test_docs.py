@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import doctest
+import functools
 import importlib
 import inspect
 import json
@@ -277,6 +278,20 @@ def test_members_that_the_reference_describes_exist():
         found = getattr(importlib.import_module(module), attribute)
         assigned = re.findall(r"^        self\.(\w+)(?:: .*)? = ", inspect.getsource(found), re.M)
         assert set(described.split(", ")) <= {*dir(found), *assigned}, name
+
+
+def test_no_description_of_a_value_is_taken_for_its_type():
+    """Napoleon takes what stands before a colon in the first line of such a description for a type."""
+    for name, described in runpy.run_path(str(ROOT / "docs" / "members.py"))["MEMBERS"].items():
+        module, _, attribute = name.rpartition(".")
+        found = getattr(importlib.import_module(module), attribute)
+        for member in described.split(", "):
+            value = inspect.getattr_static(found, member, None)
+            if isinstance(value, property | functools.cached_property):
+                first = (inspect.getdoc(value) or "").partition("\n")[0]
+                assert not re.search(r"(?<!:):(?!:)", re.sub(r"``.*?``|:\w+:`", "", first)), (name, member, first)
+        noted = re.findall(r'^        self\.\w+(?:: .*)? = .*\n        """(.*)', inspect.getsource(found), re.M)
+        assert not [text for text in noted if ": " in text], name
 
 
 OWN_MODULES = {  # one class for each namespace of Fabric, and what needs a package of its own

@@ -99,7 +99,7 @@ class AdaptiveBatchCallback(PolicyCallback):
 
     @property
     def scale_invariant_steps(self) -> float:
-        """Steps at the initial total to which all steps so far amount: the sum of their factors (AdaScale).
+        """Steps at the initial total to which all steps so far amount, the sum of their factors (AdaScale).
 
         A schedule in these steps does not depend on the total:
         ``LambdaLR(optimizer, lambda _: 0.5 ** (callback.scale_invariant_steps / 1000))``.

@@ -131,7 +131,7 @@ class StepObservations:
 
     @property
     def outside_backward(self) -> Array:
-        """``a_i`` of every step and worker: load, forward and update."""
+        """``a_i`` of every step and worker, for loading, forward pass and update."""
         return self.data_wait + self.forward + self.optimizer
 
     @property

@@ -197,7 +197,7 @@ class ElasticEngine:
 
     @property
     def lr_factor(self) -> float:
-        """Factor of the user's learning rate on this rank: ``b_i / b_max`` (the linear rule of Algorithm 1)."""
+        """Factor ``b_i / b_max`` of the user's learning rate on this rank (the linear rule of Algorithm 1)."""
         return self.batch_sizes[self.rank] / self._sharded().settings.max_batch_size if self.config.rule.scales else 1.0
 
     def _sharded(self) -> EpochLayout:

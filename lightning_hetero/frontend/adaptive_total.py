@@ -69,7 +69,7 @@ class AdaptiveTotal:
 
     @property
     def scale_invariant_steps(self) -> float:
-        """Steps at the initial total to which all steps so far amount: the sum of their factors (AdaScale)."""
+        """Steps at the initial total to which all steps so far amount, the sum of their factors (AdaScale)."""
         return self._steps_before + (0.0 if self._lr is None else self._lr.steps)
 
     # a run

@@ -57,7 +57,7 @@ class TotalAccess:
 
     @property
     def scale_invariant_steps(self) -> float:
-        """Steps at the initial total to which all steps so far amount: the sum of their factors (AdaScale)."""
+        """Steps at the initial total to which all steps so far amount, the sum of their factors (AdaScale)."""
         return self._adaptation.scale_invariant_steps
 
     @property

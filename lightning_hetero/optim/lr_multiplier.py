@@ -38,7 +38,7 @@ class LearningRateMultiplier:
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer], gain: Callable[[], float]) -> None:
         self.steps = 0.0
-        """Sum of the factors over the steps of the first optimizer: AdaScale's scale-invariant step count."""
+        """AdaScale's scale-invariant step count, the sum of the factors over the steps of the first optimizer."""
         self._gain = gain
         self._scheduled: dict[int, list[Any]] = {}
         self._handles: list[RemovableHandle] = []

@@ -44,7 +44,7 @@ LR_RULES: dict[str, Rule] = {
     "linear": lambda total, initial, trace, grad_sq_norm: total / initial,
     "none": lambda total, initial, trace, grad_sq_norm: 1.0,
 }
-"""Rules by name: AdaScale's gain; ``sqrt(B / B_0)``; ``B / B_0``; 1."""
+"""Rules by name, in this order AdaScale's gain, ``sqrt(B / B_0)``, ``B / B_0`` and 1."""
 
 
 def check_lr_scaling(rule: Any) -> Any:

@@ -64,7 +64,7 @@ class GlobalModel(NamedTuple):
 
     @property
     def moved(self) -> torch.Tensor:
-        """``w - w_p``: the change by the last merge."""
+        """Change ``w - w_p`` by the last merge."""
         return self.now - self.before
 
 

@@ -127,7 +127,7 @@ class RunFigures:
 
     @property
     def even(self) -> float:
-        """Seconds of a step of equal sizes at the end: measured if the split is even, else by the time model."""
+        """Seconds of a step of equal sizes at the end, measured if the split is even, else by the time model."""
         return _mean(self.last, [even_of(one) for one in self.last])
 
     @property

@@ -161,7 +161,7 @@ class HeteroFSDPMixin(UnevenStepsMixin):
 
     @property
     def data_parallel_mesh(self) -> DeviceMesh:
-        """The mesh for ``fully_shard`` in ``configure_model``: all ranks, as ``(replicate, shard)`` with replicas."""
+        """The mesh of all ranks for ``fully_shard`` in ``configure_model``, as ``(replicate, shard)`` with replicas."""
         return self.device_mesh if self.replicate_size > 1 else self.device_mesh["data_parallel"]
 
     @property
