@@ -47,6 +47,7 @@ class Straggler:
         relieved: how it ended: ``"split"`` (its share fell), ``"recovered"``, ``"others"`` (others are slower now),
             ``"slower"`` (it was slow from the start, and is slower still), ``"run ended"``; empty while it lasts.
         slow: its size and computing seconds in the newest round in which others waited for it.
+        base: seconds that it added to a step before, when it was a lasting straggler.
 
     Example:
         >>> Straggler(2, "data", 0, 0.1, 0.1).relieved
@@ -64,6 +65,7 @@ class Straggler:
     earlier: bool = False
     slow: tuple[float, float] = field(default=(0.0, 0.0), repr=False)
     sizes: tuple[float, ...] = field(default=(), repr=False)
+    base: float = 0.0
 
     def update(self, cost: float, slow: tuple[float, float] = (0.0, 0.0)) -> None:
         """Set what it adds to a step now, and :attr:`slow`."""
@@ -165,6 +167,7 @@ class StragglerDetector:
             if rank != LINK and not one.lasting:
                 raised[rank] |= beyond[rank] > settings.ended * one.excess * judged.sizes[rank] / one.sizes[rank]
         cost = self._costs(judged, beyond, raised)
+        base = {rank: one.cost for rank, one in self.active.items() if one.lasting}
         events = self._end_workers(judged, raised, cost)
         found: list[int] = np.flatnonzero(raised & (cost > settings.min_cost * judged.step)).tolist()
         for rank in found:
@@ -175,7 +178,7 @@ class StragglerDetector:
             if before is None or before.relieved:
                 phase = PHASES[int(np.argmax(excess[rank]))]
                 ago = judged.steps_since(rank, float(past.expected[rank].sum() + 0.5 * beyond[rank]))
-                events.append(self._begin(judged, rank, phase, ago, cost[rank], beyond[rank]))
+                events.append(self._begin(judged, rank, phase, ago, cost[rank], beyond[rank], base=base.get(rank, 0.0)))
         usual = np.ones(self.workers, dtype=bool)
         usual[[one for one in self.active if one != LINK and not self.active[one].lasting]] = False
         past.learn(judged.times, usual, beyond > self._suspicious * judged.step)
@@ -191,13 +194,27 @@ class StragglerDetector:
             others = np.delete(judged.asks, judged.asks.argmax())
         waits = np.maximum(judged.asks - others.max(), 0.0)
         cost[odd] = waits[odd]
-        cost[raised] = np.minimum(cost[raised], beyond[raised])
+        most = beyond.copy()
+        for rank, one in self.active.items():
+            if rank != LINK:
+                most[rank] += one.cost if one.lasting else one.base
+        cost[raised] = np.minimum(cost[raised], most[raised])
         return cost
 
     def _begin(
-        self, judged: RoundTimes, rank: int, phase: str, ago: int, cost: float, excess: float, *, lasting: bool = False
+        self,
+        judged: RoundTimes,
+        rank: int,
+        phase: str,
+        ago: int,
+        cost: float,
+        excess: float,
+        *,
+        lasting: bool = False,
+        base: float = 0.0,
     ) -> Straggler:
-        one = Straggler(rank, phase, ago, float(cost), float(excess), lasting, sizes=tuple(judged.sizes.tolist()))
+        sizes = tuple(judged.sizes.tolist())
+        one = Straggler(rank, phase, ago, float(cost), float(excess), lasting, sizes=sizes, base=base)
         one.update(cost, _slow(judged, rank))
         self.active[rank] = one
         return one

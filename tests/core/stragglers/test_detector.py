@@ -234,7 +234,7 @@ def test_a_lasting_straggler_that_becomes_slower_still_is_named_again_with_its_p
         [(2, "data", "recovered")],
     ]
     assert sum(events[6:], []) == [(2, "forward", "")], "slow as from the start"
-    assert detector.lost == pytest.approx((8 + 8 + 10) * 0.2 + (8 + 10) * 0.4)
+    assert detector.lost == pytest.approx((8 + 8 + 10) * 0.2 + (8 + 10) * 0.6), "what it cost before is not forgotten"
 
 
 def test_a_worker_costs_nothing_where_the_all_reduces_limit_the_step():
