@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from lightning_hetero.core.batching.integer_split import even_sizes
 from lightning_hetero.core.batching.optperf import solve_optperf
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.report.lost_time import lost_time, straggler_spans
 from lightning_hetero.core.report.records import RoundRecord
 from lightning_hetero.core.report.run_record import RunRecord
@@ -46,6 +47,7 @@ def is_even(sizes: Sequence[int]) -> bool:
     return max(sizes) - min(sizes) <= 1
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class WorkerFigures:
     """One worker at the end of a run; phases are seconds of a step.
@@ -77,6 +79,7 @@ class WorkerFigures:
     max_local: int | None
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class RunFigures:
     """Figures of a run; *at the end* means over the last rounds that all had the final split.

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.report import field_types as types
 
 __all__ = [
@@ -54,6 +55,7 @@ class WorkerRecord:
     max_local: types.Count | None = None
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class RunHeader:
     """First line of a record.
@@ -93,6 +95,7 @@ class RunHeader:
     version: types.Natural = VERSION
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class RoundRecord:
     """One sync round: medians over those steps since the last round that all workers have timed.
@@ -275,8 +278,7 @@ class EndRecord:
         status: ``"finished"``, or the error that ended it.
         memory: most bytes that each worker had allocated on its GPU, or its process on a CPU; NaN if unknown.
         overhead: seconds that recording took.
-        dropped: lines left out: rounds that had no time to be recorded, and what was merged or dropped to bound the
-            file.
+        dropped: lines left out: rounds that had no time to be recorded, and what was merged or dropped for the bound.
 
     Example:
         >>> EndRecord(99.0, 2, 0, steps=400).status

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.report.json_lines import RecordError, begins_run, from_line
 from lightning_hetero.core.report.records import (
     ChangeRecord,
@@ -17,6 +18,7 @@ from lightning_hetero.core.report.records import (
 __all__ = ["RunRecord"]
 
 
+@checked_keywords
 @dataclass(frozen=True)
 class RunRecord:
     """Record of one run.
