@@ -88,9 +88,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     command = COMMANDS[name]
     try:
         parser, parsers = build_parser(COMMANDS, (name,))
-        options, unknown = parser.parse_known_args(arguments)
-        if unknown:
-            parsers[name].unknown(unknown)
+        options = parser.parse_args(arguments)[name]
         code: int = command.load().run(options)
     except UserError as error:
         parsers[name].error(str(error))

@@ -5,9 +5,9 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from typing import Any
 
-from lightning_hetero.cli._parser import Parser
+from lightning_hetero.cli._parser import Parser, option
 from lightning_hetero.core.keywords import closest
 from lightning_hetero.simulate.devices.catalog import (
     cluster_devices,
@@ -42,23 +42,8 @@ __all__ = [
     "drawn",
     "given_of",
     "list_published",
-    "option",
     "write_json",
 ]
-
-T = TypeVar("T")
-
-
-def option(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Return a parser whose error argparse shows with the option's name."""
-
-    def _parsed(text: str) -> T:
-        try:
-            return parse(text)
-        except (TypeError, ValueError) as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return _parsed
 
 
 def add_cluster_options(parser: Parser) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_hetero.cli._cluster_options import option
+from lightning_hetero.cli._parser import option
 from lightning_hetero.cli._script_run import ProbeError, RefusedError, ScriptRun, seconds_option, whole_option
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.timing.step_time import ClusterTimeModel
@@ -34,7 +34,13 @@ OPTIONS = ("--output", "--name", "--steps", "--sizes", "--price", "--timeout", "
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``profile``."""
     add = parser.add_argument
-    add("--output", type=Path, default=Path("device.json"), metavar="FILE", help="profile to write (device.json)")
+    add(
+        "--output",
+        type=option(Path),
+        default=Path("device.json"),
+        metavar="FILE",
+        help="profile to write (device.json)",
+    )
     add("--name", type=option(check_name), help="name of the device in plans (default: as torch names it)")
     add("--steps", type=whole_option(2), default=12, metavar="N", help="steps to time at each size (default 12)")
     sizes = "batch sizes in order (default: a quarter to twice the script's own, up and down)"
@@ -43,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=seconds_option, default=1800.0, metavar="SECONDS", help="longest run (default 1800)")
     starts = "what starts the script (default: this Python)"
     add("--launcher", type=option(_launcher), default=[sys.executable], metavar="COMMAND", help=starts)
-    add("script", type=Path, help="script that trains with strategy='hetero_ddp' on one device")
+    add("script", type=option(Path), help="script that trains with strategy='hetero_ddp' on one device")
     add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_hetero.cli._parser import UserError
+from lightning_hetero.cli._parser import UserError, option
 from lightning_hetero.cli._script_run import ProbeError, ScriptRun, seconds_option, whole_option
 from lightning_hetero.core.compression.bayesian_search import profile_convergence
 from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile
@@ -31,7 +31,7 @@ MIN_STEPS = 8
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``profile-convergence``."""
     add = parser.add_argument
-    add("--output", type=Path, default=Path("convergence.json"), metavar="FILE", help="profile to write")
+    add("--output", type=option(Path), default=Path("convergence.json"), metavar="FILE", help="profile to write")
     add("--probes", type=whole_option(1), default=30, metavar="N", help="trainings besides the first (default 30)")
     add("--samples", type=whole_option(1), metavar="N", help="samples of a training (default: half an epoch)")
     add("--min-total", type=whole_option(1), metavar="N", help="least total batch (default: a quarter of the script's)")
@@ -45,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="COMMAND",
         help="what starts the script, such as 'torchrun --nproc_per_node=2' (default: this Python)",
     )
-    add("script", type=Path, help="script that trains with strategy='hetero_ddp'")
+    add("script", type=option(Path), help="script that trains with strategy='hetero_ddp'")
     add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
 
 

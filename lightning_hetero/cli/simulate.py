@@ -9,10 +9,9 @@ from lightning_hetero.cli._cluster_options import (
     cluster_of,
     drawn,
     list_published,
-    option,
     write_json,
 )
-from lightning_hetero.cli._parser import Parser
+from lightning_hetero.cli._parser import Parser, option
 from lightning_hetero.core.policies import NAMED
 from lightning_hetero.core.validation import check_choice
 from lightning_hetero.simulate.planning.learned import learned_text, simulate_cluster

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_hetero import __version__, cli
 from lightning_hetero.cli import COMMANDS
-from lightning_hetero.cli._parser import Command, UserError, build_parser, joined_negatives
+from lightning_hetero.cli._parser import Command, UserError, build_parser, joined_negatives, last_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
 
@@ -40,7 +42,12 @@ def refused(capsys, *arguments):
         (["profile-convergence", "nowhere.py"], "error: script=nowhere.py is no file; give the script that trains"),
         (["launch", "--hetero_polcy", "pid", "t.py"], "unknown option --hetero_polcy. Did you mean --hetero_policy"),
         (["launch", "--hetero_polic", "pid", "t.py"], "unknown option --hetero_polic. Did you mean --hetero_policy"),
-        (["doctor", "--second", "0"], "doctor: error: argument --seconds: '0' is out of range; give a number from"),
+        (["profile", "--q"], "profile: error: unknown option --q."),
+        (["compare", "run 1"], "compare: error: the following arguments are required: B"),
+        (["report", "a b", "c d", "b"], "report: error: unexpected argument 'c d'."),
+        (["report", "", ""], "report: error: unexpected argument ''."),
+        (["doctor", "--second", "0"], "doctor: error: unknown option --second. Did you mean --seconds?"),
+        (["doctor", "--seconds", "0"], "doctor: error: argument --seconds: '0' is out of range; give a number from"),
         (["doctor", "--precision", "int8"], "doctor: error: argument --precision: invalid choice: 'int8'"),
         (["completion", "powershell"], "completion: error: argument shell: invalid choice: 'powershell'"),
     ],
@@ -148,10 +155,36 @@ def test_a_negative_number_belongs_to_the_option_before_it(arguments, joined):
     assert joined_negatives(arguments) == joined
 
 
+@given(st.lists(st.text("ab -", max_size=4), max_size=6), st.integers(0, 6))
+def test_the_last_arguments_are_found_in_a_text(arguments, known):
+    last = arguments[min(known, len(arguments)) :]
+    found = last_of(arguments, " ".join(last))
+    assert " ".join(found) == " ".join(last)
+
+
 def test_a_negative_value_is_left_alone_after_a_script():
     _, parsers = build_parser(COMMANDS, ("profile",))
     options = parsers["profile"].parse_args(["train.py", "--lr", "-1"])
     assert options.arguments == ["--lr", "-1"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train.py",
+        "--tpu --tpu_cluster train.py --no_tpu_cluster",
+        "--tpu --no_tpu_cluster train.py",
+        "--num-processes 3 --mixed_precision bf16 --cpu -m train --num_processes 4 -- -1",
+        "--dynamo_backend inductor --gpu_ids 0,1 --rdzv_conf timeout=5 train.py --cpu",
+        "--use_fsdp --fsdp_offload_params true --main_process_port 29501 train.py",
+    ],
+)
+def test_launch_reads_the_options_of_accelerate_as_it_does(line):
+    accelerate = pytest.importorskip("accelerate.commands.launch")
+    expected = vars(accelerate.launch_command_parser().parse_args(line.split()))
+    parser, _ = build_parser(COMMANDS, ("launch",))
+    found = vars(parser.parse_args(["launch", *line.split()])["launch"])
+    assert {name: value for name, value in found.items() if not name.startswith("hetero_")} == expected
 
 
 PROGRAM = """

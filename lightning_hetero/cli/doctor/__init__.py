@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 
-from lightning_hetero.cli._cluster_options import option
+from lightning_hetero.cli._parser import option
 from lightning_hetero.simulate.planning.units import parse_number
 
 __all__ = ["PRECISIONS", "add_options", "run"]
