@@ -47,7 +47,7 @@ class Parser(jsonargparse.ArgumentParser):
     """Parser whose errors are a line of usage, the error, and how to get help; options are never abbreviated."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.update(formatter_class=argparse.HelpFormatter, allow_abbrev=False, print_config=None)
+        kwargs.update(formatter_class=argparse.HelpFormatter, allow_abbrev=False)
         super().__init__(*args, **kwargs)
         self._commands: Mapping[str, Parser] = {}
         self._negative_values = False

@@ -87,7 +87,7 @@ def base_parser() -> argparse.ArgumentParser:
     """Return the parser of ``accelerate launch``; of two options for one value, the first one's default counts."""
     parser: argparse.ArgumentParser = launch_command_parser()
     actions = reversed(parser._actions)  # argparse has no public list of them
-    parser.set_defaults(**{one.dest: one.default for one in actions if one.default != argparse.SUPPRESS})
+    parser.set_defaults(**{one.dest: one.default for one in actions})
     return parser
 
 

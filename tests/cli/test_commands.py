@@ -76,6 +76,7 @@ def test_help_lists_the_commands_and_help_of_each_its_options(capsys):
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(f"\n    {name}" in text for name in COMMANDS)
+    assert text.count("--help") == 2, "the option, and how to see the options of a command"
     assert cli.main([]) == 2
     assert capsys.readouterr().out == text
     assert cli.main(["-h"]) == 0
@@ -86,7 +87,9 @@ def test_help_lists_the_commands_and_help_of_each_its_options(capsys):
         with pytest.raises(SystemExit) as ended:
             cli.main([name, "--help"])
         assert ended.value.code == 0
-        assert capsys.readouterr().out.startswith(f"usage: lightning-hetero {name} {COMMANDS[name].usage}\n")
+        text = capsys.readouterr().out
+        assert text.startswith(f"usage: lightning-hetero {name} {COMMANDS[name].usage}\n")
+        assert not re.search(r"\(type: |default: null", text), "what jsonargparse adds"
 
 
 def test_a_command_is_one_line_and_a_module(monkeypatch, capsys):
@@ -185,6 +188,16 @@ def test_launch_reads_the_options_of_accelerate_as_it_does(line):
     parser, _ = build_parser(COMMANDS, ("launch",))
     found = vars(parser.parse_args(["launch", *line.split()])["launch"])
     assert {name: value for name, value in found.items() if not name.startswith("hetero_")} == expected
+
+
+def test_options_come_from_the_command_line_only(monkeypatch):
+    """A user's own LightningCLI may read the environment by this variable of jsonargparse."""
+    monkeypatch.setenv("JSONARGPARSE_DEFAULT_ENV", "true")
+    monkeypatch.setenv("LIGHTNING_HETERO_SIMULATE__STEPS", "7")
+    monkeypatch.setenv("LIGHTNING_HETERO_SIMULATE__LINK", "-1Gbit")
+    parser, _ = build_parser(COMMANDS, ("simulate",))
+    options = parser.parse_args(["simulate", "B"])["simulate"]
+    assert (options.cluster, options.steps, options.link) == ("B", 200, None)
 
 
 PROGRAM = """
