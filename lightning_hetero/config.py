@@ -142,7 +142,7 @@ class HeteroConfig:
             )
         self._check_cost()
         if isinstance(self.replan, str):
-            check_choice("replan", self.replan, ("auto", "epoch"))
+            check_choice("replan", self.replan, ("auto", "epoch"), "or a number of steps")
         else:
             check_int("replan", self.replan, minimum=1)
         self._check_numbers()

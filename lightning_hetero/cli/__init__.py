@@ -1,9 +1,11 @@
 """The command ``lightning-hetero``: a table of sub-commands, each in its own module, which is imported when it runs."""
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from lightning_hetero import __version__
 from lightning_hetero.cli._parser import Command, UserError, build_parser
@@ -68,19 +70,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         0
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _prepare_streams()
     name = arguments[0] if arguments else "--help"
+    if name in COMMANDS:
+        return _guarded(f"lightning-hetero {name}", lambda: _run(name, arguments))
+    return _guarded("lightning-hetero", lambda: _answer(name, arguments))
+
+
+def _answer(name: str, arguments: Sequence[str]) -> int:
+    """Answer what comes without a sub-command."""
+    parser, _ = build_parser(COMMANDS, ())
     if name in ("--version", "-V"):
         sys.stdout.write(f"{__version__}\n")
         return 0
-    if name not in COMMANDS:
-        parser, _ = build_parser(COMMANDS, ())
-        if name in ("--help", "-h"):
-            sys.stdout.write(parser.format_help())
-            return 0 if arguments else 2
-        if name.startswith("-"):
-            parser.unknown([name])
-        parser.error(f"unknown command {name!r}.{closest(name, COMMANDS)} Commands are {', '.join(COMMANDS)}.")
-    return _guarded(name, lambda: _run(name, arguments))
+    if name in ("--help", "-h"):
+        sys.stdout.write(parser.format_help())
+        return 0 if arguments else 2
+    if name.startswith("-"):
+        return parser.unknown([name])
+    return parser.error(f"unknown command {name!r}.{closest(name, COMMANDS)} Commands are {', '.join(COMMANDS)}.")
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:
@@ -98,16 +106,28 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         extra = f"lightning-hetero[{command.extra}]" if command.extra else error.name
         sys.stderr.write(f"lightning-hetero {name}: {error}. Install it with: pip install '{extra}'\n")
         return 2
-    sys.stdout.flush()
     return code
 
 
-def _guarded(name: str, run: Callable[[], int]) -> int:
+def _prepare_streams() -> None:
+    """Let a stream that is closed be an empty one, and let a terminal show what it can of any text."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - as long as the program
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
+
+
+def _guarded(program: str, run: Callable[[], int]) -> int:
     """Run and say in a line what the user or the machine is the cause of: an interrupt, a file, a full disk."""
     try:
-        return run()
+        try:
+            return run()
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
-        sys.stderr.write(f"\nlightning-hetero {name}: interrupted\n")
+        sys.stderr.write(f"\n{program}: interrupted\n")
         return 130
     except BrokenPipeError:  # who reads, as `head` does, has read enough
         _discard_output()
@@ -120,7 +140,7 @@ def _guarded(name: str, run: Callable[[], int]) -> int:
             why = f"{error.filename}: {error.strerror}. Give a file that can be read or written."
         else:
             raise
-        sys.stderr.write(f"lightning-hetero {name}: {why}\n")
+        sys.stderr.write(f"{program}: {why}\n")
         return 1
 
 

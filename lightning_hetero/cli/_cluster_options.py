@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from lightning_hetero.cli._parser import Parser, option
+from lightning_hetero.cli._parser import Parser, UserError, option
 from lightning_hetero.core.keywords import closest
 from lightning_hetero.simulate.devices.catalog import (
     cluster_devices,
@@ -151,15 +151,17 @@ def write_json(value: Any) -> None:
     sys.stdout.write("\n")
 
 
-def drawn(command: str, path: str, draw: Callable[[str], None]) -> int:
-    """Draw a picture and return the exit code: 2 if its file cannot be written."""
+def drawn(path: str, draw: Callable[[str], None]) -> None:
+    """Draw a picture.
+
+    Raises:
+        UserError: if its file cannot be written.
+    """
     try:
         draw(path)
     except OSError as error:
         why = error.strerror or "it cannot be written"
-        sys.stderr.write(f"lightning-hetero {command}: --picture {path}: {why}. Give a file that can be written.\n")
-        return 2
-    return 0
+        raise UserError(f"--picture {path}: {why}. Give a file that can be written.") from error
 
 
 def list_published(*, as_json: bool = False) -> None:

@@ -97,7 +97,9 @@ class Parser(jsonargparse.ArgumentParser):
             self.error(f"unexpected argument {first!r}.")
         known = reversed(self._option_string_actions)  # the first counts, and --a_b stands before --a-b
         options = [text for text in known if text.startswith("--")]
-        self.error(f"unknown option {name}.{closest(name, options)}")
+        longer = sorted(text for text in options if text.startswith(name))
+        meant = f" Did you mean {' or '.join(longer)}?" if len(longer) in (1, 2, 3) else closest(name, options)
+        self.error(f"unknown option {name}.{meant}")
 
 
 def build_parser(commands: Mapping[str, Command], loaded: Collection[str]) -> tuple[Parser, dict[str, Parser]]:

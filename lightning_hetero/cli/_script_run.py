@@ -16,7 +16,16 @@ from typing import IO, TypeVar
 
 from lightning_hetero.probe_job import VARIABLE, ProbeOrder
 
-__all__ = ["ProbeError", "RefusedError", "ScriptRun", "seconds_option", "whole_option"]
+__all__ = [
+    "ProbeError",
+    "RefusedError",
+    "ScriptRun",
+    "file_name",
+    "launcher",
+    "misplaced",
+    "seconds_option",
+    "whole_option",
+]
 
 Answer = TypeVar("Answer")
 
@@ -148,3 +157,40 @@ def seconds_option(text: str) -> float:
     if not (math.isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"{text} is out of range; give seconds above 0")
     return value
+
+
+def file_name(text: str) -> Path:
+    """Return the path of a file.
+
+    Raises:
+        ValueError: if the text is empty.
+    """
+    if not text.strip():
+        raise ValueError(f"{text!r} is no name of a file.")
+    return Path(text)
+
+
+def launcher(text: str) -> list[str]:
+    """Return the words of a command.
+
+    Raises:
+        ValueError: if there are none, or a quote is not closed.
+    """
+    try:
+        command = shlex.split(text)
+    except ValueError:
+        command = []
+    if not command:
+        raise ValueError(f"{text!r} is no command; give what starts the script, such as 'srun python'.")
+    return command
+
+
+def misplaced(command: str, options: Sequence[str], arguments: Sequence[str]) -> str:
+    """Return a hint for options of a command that stand after the script, which got them."""
+    own = [text for text in arguments if text.split("=")[0] in options]
+    if not own:
+        return ""
+    return (
+        f"\n{own[0]} stands after the script, so the script got it. If it is meant for `{command}`, put it before the "
+        f"script: lightning-hetero {command} {own[0]} ... script.py."
+    )

@@ -17,6 +17,7 @@ __all__ = ["add_options", "parse_share", "run"]
 
 def add_options(parser: Parser) -> None:
     """Add the options of ``compare``."""
+    parser.accept_negative_values()
     add = parser.add_argument
     where = f"folder of its logger, or the {FILE_NAME} in it"
     add("a", metavar="A", help=f"run to compare with: {where}")

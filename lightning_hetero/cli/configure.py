@@ -1,7 +1,9 @@
 """``lightning-hetero config``: asks for the settings and writes them to an Accelerate config as ``hetero_config``."""
 
 import argparse
+import contextlib
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -59,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
         return 2
     with open(path, "w", encoding="utf-8") as file:
         yaml.safe_dump(config, file, sort_keys=False)
-    sys.stdout.write(f"wrote {path}; start with: lightning-hetero launch --config_file {path} script.py\n")
+    sys.stdout.write(f"wrote {path}; start with: lightning-hetero launch --config_file {shlex.quote(path)} script.py\n")
     return 0
 
 
@@ -185,6 +187,13 @@ def _existing(path: str) -> dict[str, Any]:
     Raises:
         UserError: if it cannot be read or written, or is no config file.
     """
+    if not path.strip():
+        raise UserError(f"--config_file {path!r} is no name. Give that of a file in a folder of yours.")
+    try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(path)
+    except OSError as error:
+        raise UserError(f"--config_file {path}: {error.strerror}. Give another name.") from error
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         raise UserError(f"--config_file {path}: the folder {folder} does not exist. Make it, or give another file.")

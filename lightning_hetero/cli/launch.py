@@ -18,6 +18,7 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command, launch_command_parser
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from lightning_hetero.accelerate.plugin import (
@@ -63,8 +64,6 @@ HELP = {
     "report": "true records the run and logs a summary at its end; or a folder for the record; false for neither",
     "shard": "whose samples a stream (IterableDataset) has: mine, whole or claim",
 }
-
-
 GROUP = "Unequal workers"
 OTHER_TRAININGS = ("tpu", "tpu_use_cluster", "use_deepspeed", "use_fsdp", "use_megatron_lm")
 """Accelerate's flags for other kinds of training, for which HeteroAccelerator raises its own error."""
@@ -114,6 +113,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         config, section = read_config(options.config_file or _default_config())
         environment = hetero_environment(section, flags, os.environ)
+        _check_machines(options, config or {})
         _check_devices(options, config or {}, devices())
     except (TypeError, ValueError) as error:
         raise UserError(str(error)) from error
@@ -127,7 +127,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _launched(options: Namespace) -> int:
-    """Start the workers and return an exit code; a script that fails has said why."""
+    """Start the workers and return an exit code; a script that fails has said why.
+
+    Raises:
+        UserError: if Accelerate refuses the options.
+    """
     try:
         launch_command(options)
     except subprocess.CalledProcessError as error:
@@ -136,6 +140,11 @@ def _launched(options: Namespace) -> int:
     except ChildFailedError as error:
         sys.stderr.write(f"lightning-hetero launch: {error}\n")
         return 1
+    except SignalException as error:
+        sys.stderr.write(f"lightning-hetero launch: ended by {error.sigval.name}\n")
+        return 128 + error.sigval
+    except (ConnectionError, ValueError) as error:  # of Accelerate's checks: scripts run in other processes
+        raise UserError(str(error)) from error
     return 0
 
 
@@ -154,7 +163,7 @@ def read_config(path: str | None) -> tuple[dict[str, Any] | None, dict[str, Any]
     try:
         with open(path, encoding="utf-8") as file:
             config = yaml.safe_load(file)
-    except (OSError, yaml.YAMLError, RecursionError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"--config_file {path} cannot be read: {error}. Give a YAML file.") from error
     if not isinstance(config, dict):
         raise ValueError(f"--config_file {path} has no settings. Write one with `lightning-hetero config`.")
@@ -177,6 +186,9 @@ def hetero_environment(
         >>> hetero_environment({"policy": "pid"}, {"replan": "epoch"}, {})["ACCELERATE_HETERO_REPLAN"]
         'epoch'
     """
+    empty = [f"--hetero_{name}" for name, text in flags.items() if not text.strip()]
+    if empty:
+        raise ValueError(f"{empty[0]} has no value. Give one, or leave the option out.")
     variables = as_environment(section)
     exported = {name: environment[name] for name in variables if name in environment}
     variables.update(exported)
@@ -209,6 +221,23 @@ def devices() -> int:
     """
     accelerator = getattr(torch, "accelerator", torch.cuda)  # since torch 2.6
     return int(accelerator.device_count())
+
+
+def _check_machines(args: Namespace, config: Mapping[str, Any]) -> None:
+    """Check the numbers of workers and machines, and that a machine of several knows its place.
+
+    Raises:
+        ValueError: if they do not fit.
+    """
+    for name in ("num_processes", "num_machines"):
+        number = getattr(args, name)
+        if number is not None and number < 1:
+            raise ValueError(f"--{name} {number} is out of range; give an integer >= 1.")
+    machines = int(args.num_machines or config.get("num_machines") or 1)
+    needed = ("machine_rank", "main_process_ip", "main_process_port")
+    missing = [f"--{name}" for name in needed if getattr(args, name) is None and config.get(name) is None]
+    if machines > 1 and missing and not config.get("mpirun_config"):
+        raise ValueError(f"num_machines={machines} needs {', '.join(missing)}, as options or in the config file.")
 
 
 def _workers(args: Namespace, config: Mapping[str, Any]) -> int:

@@ -11,7 +11,7 @@ from lightning_hetero.cli._cluster_options import (
     list_published,
     write_json,
 )
-from lightning_hetero.cli._parser import Parser
+from lightning_hetero.cli._parser import Parser, UserError
 from lightning_hetero.simulate.planning.figures import plan_cluster
 from lightning_hetero.simulate.planning.picture import draw_plan
 from lightning_hetero.simulate.planning.tables import compared_text, plan_text
@@ -35,8 +35,7 @@ def run(options: argparse.Namespace) -> int:
         before = None if after is cluster else plan_cluster(cluster)
         answer = plan_cluster(after)
     except (TypeError, ValueError) as error:
-        sys.stderr.write(f"lightning-hetero plan: {error}\n")
-        return 2
+        raise UserError(str(error)) from error
     if options.json:
         write_json({"plan": answer.to_dict(), "before": before and before.to_dict()})
     else:
@@ -44,5 +43,5 @@ def run(options: argparse.Namespace) -> int:
         if before is not None:
             sys.stdout.write(compared_text(before, answer))
     if options.picture:
-        return drawn("plan", options.picture, lambda path: draw_plan(answer, path, after.name))
+        drawn(options.picture, lambda path: draw_plan(answer, path, after.name))
     return 0

@@ -6,16 +6,22 @@ The script itself is started, on one worker; its strategy obeys an order in the 
 
 import argparse
 import json
-import os
-import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from lightning_hetero.cli._parser import option
-from lightning_hetero.cli._script_run import ProbeError, RefusedError, ScriptRun, seconds_option, whole_option
+from lightning_hetero.cli._parser import UserError, option
+from lightning_hetero.cli._script_run import (
+    ProbeError,
+    RefusedError,
+    ScriptRun,
+    file_name,
+    launcher,
+    misplaced,
+    seconds_option,
+    whole_option,
+)
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.timing.step_time import ClusterTimeModel
 from lightning_hetero.probe_job import DeviceReport, ProbeOrder
@@ -36,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--output",
-        type=option(Path),
+        type=option(file_name),
         default=Path("device.json"),
         metavar="FILE",
         help="profile to write (device.json)",
@@ -48,8 +54,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--price", type=option(parse_number), metavar="X", help="price of an hour of this device, for the cost")
     add("--timeout", type=seconds_option, default=1800.0, metavar="SECONDS", help="longest run (default 1800)")
     starts = "what starts the script (default: this Python)"
-    add("--launcher", type=option(_launcher), default=[sys.executable], metavar="COMMAND", help=starts)
-    add("script", type=option(Path), help="script that trains with strategy='hetero_ddp' on one device")
+    add("--launcher", type=option(launcher), default=[sys.executable], metavar="COMMAND", help=starts)
+    add("script", type=option(file_name), help="script that trains with strategy='hetero_ddp' on one device")
     add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
@@ -57,20 +63,16 @@ def run(options: argparse.Namespace) -> int:
     """Measure the times of a script's steps and write the device's profile.
 
     Returns:
-        0 if the profile is written, 1 if the script fails, 2 for wrong arguments, or sizes that the script cannot do.
+        0 if the profile is written, 1 if the script fails.
+
+    Raises:
+        UserError: if an argument is wrong, or the script cannot train with these sizes.
     """
-    if not os.path.isfile(options.script):
-        what = "is a folder" if os.path.isdir(options.script) else "does not exist"
-        sys.stderr.write(
-            f"lightning-hetero profile: there is no script {options.script}: it {what}. Give the file that trains.\n"
-        )
-        return 2
+    if not options.script.is_file():
+        what = "is a folder" if options.script.is_dir() else "does not exist"
+        raise UserError(f"there is no script {options.script}: it {what}. Give the file that trains.")
     if options.output.is_dir() or not options.output.parent.is_dir():
-        sys.stderr.write(
-            f"lightning-hetero profile: --output {options.output} cannot be written: give a file in a folder that "
-            "exists.\n"
-        )
-        return 2
+        raise UserError(f"--output {options.output} cannot be written: give a file in a folder that exists.")
     probes = ScriptRun([*options.launcher, str(options.script), *options.arguments], timeout=options.timeout)
     try:
         report = probes.ask(
@@ -83,13 +85,13 @@ def run(options: argparse.Namespace) -> int:
         options.output.write_text(json.dumps(record(cluster), indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         why = error.strerror or "it cannot be written"
-        sys.stderr.write(
-            f"lightning-hetero profile: --output {options.output}: {why}. Give a file in another folder.\n"
-        )
-        return 2
+        raise UserError(f"--output {options.output}: {why}. Give a file in another folder.") from error
     except (ProbeError, ValueError) as error:
-        sys.stderr.write(f"lightning-hetero profile: {error}{_misplaced(options.arguments)}\n")
-        return 2 if isinstance(error, RefusedError) else 1
+        told = f"{error}{misplaced('profile', OPTIONS, options.arguments)}"
+        if isinstance(error, RefusedError):
+            raise UserError(told) from error
+        sys.stderr.write(f"lightning-hetero profile: {told}\n")
+        return 1
     sys.stdout.write(_text(report, cluster, options.output))
     return 0
 
@@ -170,21 +172,3 @@ def _sizes(text: str) -> tuple[int, ...]:
             "two at least, such as 8,16,32."
         )
     return sizes
-
-
-def _launcher(text: str) -> list[str]:
-    command = shlex.split(text)
-    if not command:
-        raise ValueError(f"{text!r} is no command; give what starts the script, such as 'srun python'.")
-    return command
-
-
-def _misplaced(arguments: Sequence[str]) -> str:
-    """Return a hint for options of this command that stand after the script, which got them."""
-    own = [text for text in arguments if text.split("=")[0] in OPTIONS]
-    if not own:
-        return ""
-    return (
-        f"\n{own[0]} stands after the script, so the script got it. If it is meant for `profile`, put it before the "
-        f"script: lightning-hetero profile {own[0]} ... script.py."
-    )

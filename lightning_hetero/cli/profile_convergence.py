@@ -6,7 +6,6 @@ Each probe is the script itself, started as usual; its strategy obeys an order i
 
 import argparse
 import math
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,15 @@ from pathlib import Path
 import numpy as np
 
 from lightning_hetero.cli._parser import UserError, option
-from lightning_hetero.cli._script_run import ProbeError, ScriptRun, seconds_option, whole_option
+from lightning_hetero.cli._script_run import (
+    ProbeError,
+    ScriptRun,
+    file_name,
+    launcher,
+    misplaced,
+    seconds_option,
+    whole_option,
+)
 from lightning_hetero.core.compression.bayesian_search import profile_convergence
 from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile
 from lightning_hetero.probe_job import ProbeOrder, ProbeReport
@@ -24,6 +31,7 @@ from lightning_hetero.probe_job import ProbeOrder, ProbeReport
 __all__ = ["ScriptProbes", "add_options", "ranges", "run"]
 
 
+OPTIONS = ("--output", "--probes", "--samples", "--min-total", "--max-total", "--seed", "--timeout", "--launcher")
 MIN_STEPS = 8
 """Fewest batches of a probe training; with fewer, neither compression nor staleness has an effect."""
 
@@ -31,7 +39,7 @@ MIN_STEPS = 8
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``profile-convergence``."""
     add = parser.add_argument
-    add("--output", type=option(Path), default=Path("convergence.json"), metavar="FILE", help="profile to write")
+    add("--output", type=option(file_name), default=Path("convergence.json"), metavar="FILE", help="profile to write")
     add("--probes", type=whole_option(1), default=30, metavar="N", help="trainings besides the first (default 30)")
     add("--samples", type=whole_option(1), metavar="N", help="samples of a training (default: half an epoch)")
     add("--min-total", type=whole_option(1), metavar="N", help="least total batch (default: a quarter of the script's)")
@@ -40,12 +48,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=seconds_option, default=3600.0, metavar="SECONDS", help="longest probe (default 3600)")
     add(
         "--launcher",
-        type=shlex.split,
+        type=option(launcher),
         default=[sys.executable],
         metavar="COMMAND",
         help="what starts the script, such as 'torchrun --nproc_per_node=2' (default: this Python)",
     )
-    add("script", type=option(Path), help="script that trains with strategy='hetero_ddp'")
+    add("script", type=option(file_name), help="script that trains with strategy='hetero_ddp'")
     add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
@@ -63,6 +71,9 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"script={options.script} is no file; give the script that trains, then its arguments.")
     if not output.parent.is_dir():
         raise UserError(f"--output {output}: the folder {output.parent} does not exist. Make it, or give another file.")
+    low, high = options.min_total, options.max_total
+    if low is not None and high is not None and low > high:
+        raise UserError(f"--min-total {low} is above --max-total {high}. Give the least total batch first.")
     if find_spec("sklearn") is None:
         raise UserError("profiling needs scikit-learn. Install it with: pip install 'lightning-hetero[demo]'")
     command = [*options.launcher, str(options.script), *options.arguments]
@@ -82,7 +93,8 @@ def run(options: argparse.Namespace) -> int:
         )
     except (ProbeError, ValueError, KeyboardInterrupt) as error:
         kept = f"\nThe probes that ended are in {part}, which is a profile, too." if probes.count > 1 else ""
-        sys.stderr.write(f"lightning-hetero profile-convergence: {str(error) or 'interrupted'}{kept}\n")
+        hint = misplaced("profile-convergence", OPTIONS, options.arguments)
+        sys.stderr.write(f"lightning-hetero profile-convergence: {str(error) or 'interrupted'}{hint}{kept}\n")
         return 1
     profile.save(output)
     part.unlink()

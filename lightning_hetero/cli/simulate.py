@@ -11,7 +11,7 @@ from lightning_hetero.cli._cluster_options import (
     list_published,
     write_json,
 )
-from lightning_hetero.cli._parser import Parser, option
+from lightning_hetero.cli._parser import Parser, UserError, option
 from lightning_hetero.core.policies import NAMED
 from lightning_hetero.core.validation import check_choice
 from lightning_hetero.simulate.planning.learned import learned_text, simulate_cluster
@@ -44,8 +44,7 @@ def run(options: argparse.Namespace) -> int:
         cluster = changed(cluster_of(options), options)
         answer = simulate_cluster(cluster, steps=options.steps, policy=options.policy, seed=options.seed)
     except (TypeError, ValueError) as error:
-        sys.stderr.write(f"lightning-hetero simulate: {error}\n")
-        return 2
+        raise UserError(str(error)) from error
     if options.json:
         write_json(answer.to_dict())
     else:
@@ -54,11 +53,7 @@ def run(options: argparse.Namespace) -> int:
         result = answer.result
         shares = result.optimum / result.exact
         steps = range(result.steps)
-        return drawn(
-            "simulate",
-            options.picture,
-            lambda path: draw_split(steps, result.sizes, shares, answer.names, path, cluster.name),
-        )
+        drawn(options.picture, lambda path: draw_split(steps, result.sizes, shares, answer.names, path, cluster.name))
     return 0
 
 

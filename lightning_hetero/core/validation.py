@@ -123,8 +123,8 @@ def check_totals(most: Any, least: Any) -> None:
         )
 
 
-def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> Any:
-    """Return ``value`` if it is one of ``allowed``.
+def check_choice(name: str, value: Any, allowed: Sequence[Any], more: str = "") -> Any:
+    """Return ``value`` if it is one of ``allowed``; an error says ``more`` about what is allowed.
 
     Raises:
         ValueError: if it is not; the error suggests the nearest one that is.
@@ -136,5 +136,7 @@ def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> Any:
     if value not in allowed:
         meant = closest(repr(value), [repr(each) for each in allowed if isinstance(each, str)])
         listed = ", ".join(map(repr, allowed))
-        raise ValueError(f"{name}={value!r} is unknown{f'.{meant} A' if meant else '; a'}llowed are {listed}.")
+        raise ValueError(
+            f"{name}={value!r} is unknown{f'.{meant} A' if meant else '; a'}llowed are {listed}{more and f' {more}'}."
+        )
     return value

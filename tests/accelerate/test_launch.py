@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from lightning_hetero import cli
@@ -188,15 +189,43 @@ def test_accelerates_own_test_script_passes(tmp_path):
         (["--hetero_compression", "block_topk(density=7)"], "--hetero_compression block_topk(density=7): "),
         (["--hetero_density", "7"], "--hetero_density 7: "),
         (["--config_file", "/nowhere.yaml"], "--config_file /nowhere.yaml cannot be read"),
+        (["--config_file", "binary.yaml"], "--config_file binary.yaml cannot be read: 'utf-8'"),
+        (["--config_file", "plan.yaml"], "A `distributed_type` must be specified in the config file."),
+        (["--cpu", "--tpu"], "You can only use one of `--cpu`, "),
+        (
+            ["--hetero_replan", "never"],
+            "--hetero_replan never: replan='never' is unknown; allowed are 'auto', 'epoch' or a n",
+        ),
+        (["--hetero_density="], "--hetero_density has no value. Give one, or leave the option out."),
+        (["--cpu", "--num_processes", "-2"], "--num_processes -2 is out of range; give an integer >= 1."),
+        (["--cpu", "--num_processes", "0"], "--num_processes 0 is out of range"),
+        (["--cpu", "--num_machines", "0"], "--num_machines 0 is out of range"),
+        (
+            ["--cpu", "--num_machines", "2"],
+            "num_machines=2 needs --machine_rank, --main_process_ip, --main_process_port, as",
+        ),
+        (["--cpu", "--num_machines", "2", "--machine_rank", "1"], "num_machines=2 needs --main_process_ip, "),
     ],
 )
-def test_a_bad_flag_is_named_before_anything_starts(arguments, message, capsys):
+def test_a_bad_flag_is_named_before_anything_starts(arguments, message, tmp_path, monkeypatch, capsys, started):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "plan.yaml").write_text("workers: 3\n")
     with pytest.raises(SystemExit) as stopped:
         cli.main(["launch", *arguments, "script.py"])
     assert stopped.value.code == 2
     told = capsys.readouterr().err
     assert message in told
     assert told.startswith("usage: lightning-hetero launch [options] script [its arguments]\nlightning-hetero launch: ")
+    assert not started
+
+
+def test_a_machine_that_knows_its_place_is_started(tmp_path, started):
+    path = tmp_path / "config.yaml"
+    path.write_text("distributed_type: MULTI_GPU\nnum_processes: 4\nmain_process_ip: 10.0.0.1\nmachine_rank: 1\n")
+    options = ["--cpu", "--config_file", str(path), "--num_machines", "2", "--main_process_port", "29501"]
+    assert cli.main(["launch", *options, "script.py"]) == 0
+    assert [(given.num_machines, int(given.machine_rank)) for given in started] == [(2, 1)]
 
 
 def test_a_flag_goes_before_a_variable_before_the_section():
@@ -412,6 +441,16 @@ def test_workers_that_fail_end_the_launch_with_one(monkeypatch, capsys, started)
     assert re.search(r"^lightning-hetero launch: (?s:.*)script.py FAILED", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_launch_with_its_code_and_no_traceback(number, code, monkeypatch, capsys, started):
+    def interrupted(arguments):
+        raise SignalException("process got a signal", number)
+
+    monkeypatch.setattr("lightning_hetero.cli.launch.launch_command", interrupted)
+    assert cli.main(["launch", "--cpu", "--num_processes", "2", "script.py"]) == code
+    assert capsys.readouterr().err == f"lightning-hetero launch: ended by {number.name}\n"
+
+
 def test_what_the_launcher_cannot_use_is_named(tmp_path, monkeypatch, capsys, started):
     (tmp_path / "broken.yaml").write_text("a: [1\n")
     with pytest.raises(ValueError, match="broken.yaml cannot be read: "):
@@ -465,6 +504,9 @@ def test_config_writes_nothing_if_answers_end_early(tmp_path, monkeypatch):
         ("list.yaml", "is no Accelerate config file"),
         ("broken.yaml", "cannot be read: "),
         ("binary.yaml", "cannot be read: "),
+        ("", "--config_file '' is no name"),
+        ("n" * 300, "File name too long. Give another name."),
+        ("list.yaml/run.yaml", "list.yaml/run.yaml: the folder "),
     ],
 )
 def test_a_file_that_cannot_be_is_refused_before_the_first_question(path, told, tmp_path, monkeypatch, capsys):

@@ -34,6 +34,11 @@ def refused(capsys, *arguments):
         (["--verison"], "error: unknown option --verison. Did you mean --version?"),
         (["plan", "--workloda", "x"], "plan: error: unknown option --workloda. Did you mean --workload?"),
         (["plan", "B", "--toal-batch=64"], "plan: error: unknown option --toal-batch. Did you mean --total-batch?"),
+        (["plan", "B", "--tot", "64"], "plan: error: unknown option --tot. Did you mean --total-batch?"),
+        (["plan", "B", "--l", "1"], "unknown option --l. Did you mean --latency or --link or --list?"),
+        (["plan", "B", "--price", "A100=abc"], "plan: error: --price A100=abc: 'abc' is not a number"),
+        (["plan", "2xA1000"], "plan: error: device 'A1000' is unknown. Did you mean A100"),
+        (["compare", "A", "B", "--max-regression", "-5%"], "argument --max-regression: '-5%' is no share; give a"),
         (["plan", "B", "C"], "plan: error: unexpected argument 'C'."),
         (["plan", "--link", "-1Gbit"], "plan: error: argument --link: '-1Gbit' is negative; give a rate from"),
         (["simulate", "B", "--polcy", "pid"], "simulate: error: unknown option --polcy. Did you mean --policy?"),
@@ -188,6 +193,34 @@ def test_launch_reads_the_options_of_accelerate_as_it_does(line):
     parser, _ = build_parser(COMMANDS, ("launch",))
     found = vars(parser.parse_args(["launch", *line.split()])["launch"])
     assert {name: value for name, value in found.items() if not name.startswith("hetero_")} == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "errors"),
+    [
+        ("--help >&-", 0, ""),
+        ("plan --list >&-", 0, ""),
+        ("--help | true", 0, ""),
+        ("config <&- >/dev/null", 2, "lightning-hetero config: the answers ended early; nothing was written.\n"),
+        ("plan --toal 2>&-", 2, ""),
+    ],
+)
+def test_streams_may_be_closed(line, code, errors, tmp_path):
+    command = f"{sys.executable} -m lightning_hetero {line}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (code, errors)
+
+
+def test_a_terminal_shows_what_it_can_of_a_text(tmp_path):
+    """Accelerate's help has an emoji; a name may be in any language."""
+    code = "from lightning_hetero.cli import main; main(['plan', 'Ger\u00e4t'])"
+    environment = {"PYTHONIOENCODING": "ascii", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "'Ger" in done.stderr
+    code = "from lightning_hetero.cli import _prepare_streams; _prepare_streams(); print('\U0001f917')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.stdout == "?\n"
 
 
 def test_options_come_from_the_command_line_only(monkeypatch):

@@ -1,9 +1,11 @@
 """``lightning-hetero plan`` and ``simulate`` as a user types them: tables, JSON, pictures, errors, and their speed."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from unittest.mock import ANY
@@ -403,15 +405,27 @@ def test_the_recorded_file_of_the_page_can_be_planned(run, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device")
-def test_a_full_disk_is_said():
+@pytest.mark.parametrize(
+    ("arguments", "program"), [(["plan", *B], "lightning-hetero plan"), (["--help"], "lightning-hetero")]
+)
+def test_a_full_disk_is_said(arguments, program):
     code = "import sys; from lightning_hetero.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, "plan", *B]
     with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", code, *arguments]
         found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert found.returncode == 1
-    assert (
-        found.stderr == "lightning-hetero plan: No space left on device; free some space, or write to another place.\n"
-    )
+    assert found.stderr == f"{program}: No space left on device; free some space, or write to another place.\n"
+
+
+def test_a_cluster_may_come_through_a_pipe(run, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=("workload: bert-squad\nworkers: [2 x A100]\n",))
+    writer.start()
+    code, text, _ = run("plan", str(pipe))
+    writer.join()
+    assert code == 0
+    assert "2 workers" in text
 
 
 def test_a_cluster_of_thousands_of_equal_devices_needs_little_memory(run):

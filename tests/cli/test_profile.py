@@ -6,11 +6,11 @@ import sys
 import numpy as np
 import pytest
 
-from lightning_hetero import cli
 from lightning_hetero.cli.profile import fitted
 from lightning_hetero.probe_job import DeviceReport
 from lightning_hetero.simulate.planning import Given, plan_cluster, read_cluster
 from lightning_hetero.strategies._lightning.probes.device import sizes_around
+from tests.cli.ran import ran
 from tests.warm.interpreter import warm_python
 
 # In place of a training: answers with times that are known.
@@ -66,9 +66,7 @@ def profile(tmp_path, monkeypatch, capsys):
         script.write_text(source)
         if source is TRAINING:
             monkeypatch.setattr(sys, "executable", warm_python())
-        code = cli.main(["profile", "--output", str(tmp_path / "device.json"), *options, str(script), *arguments])
-        written = capsys.readouterr()
-        return code, written.out, written.err
+        return ran(capsys, "profile", "--output", str(tmp_path / "device.json"), *options, str(script), *arguments)
 
     return _profile
 
@@ -159,11 +157,9 @@ def test_a_script_that_fails_is_shown(profile):
 
 
 @pytest.mark.parametrize("sizes", ["8", "8,8", "8,", "0,8", "a,b", "1e300,8"])
-def test_sizes_that_no_script_can_be_timed_at(profile, sizes, capsys):
-    with pytest.raises(SystemExit) as ended:
-        profile("raise SystemExit('it ran')", "--sizes", sizes)
-    assert ended.value.code == 2
-    errors = capsys.readouterr().err
+def test_sizes_that_no_script_can_be_timed_at(profile, sizes):
+    code, _, errors = profile("raise SystemExit('it ran')", "--sizes", sizes)
+    assert code == 2
     assert "argument --sizes: " in errors
     assert "give" in errors
     assert "it ran" not in errors
@@ -178,13 +174,17 @@ def test_an_option_after_the_script_is_pointed_out(profile):
 
 @pytest.mark.parametrize(
     ("option", "words"),
-    [(("--name", "a\nb"), "control character"), (("--launcher", ""), "no command"), (("--launcher", "'"), "quotation")],
+    [
+        (("--name", "a\nb"), "control character"),
+        (("--launcher", ""), "no command"),
+        (("--launcher", "'"), "no command"),
+        (("--output", ""), "no name of a file"),
+    ],
 )
-def test_an_option_that_makes_no_sense_is_refused(profile, option, words, capsys):
-    with pytest.raises(SystemExit) as ended:
-        profile("raise SystemExit('it ran')", *option)
-    assert ended.value.code == 2
-    assert words in capsys.readouterr().err
+def test_an_option_that_makes_no_sense_is_refused(profile, option, words):
+    code, _, errors = profile("raise SystemExit('it ran')", *option)
+    assert code == 2
+    assert words in errors
 
 
 def test_an_output_that_cannot_be_written_is_said(profile, tmp_path):
@@ -194,10 +194,10 @@ def test_an_output_that_cannot_be_written_is_said(profile, tmp_path):
 
 
 def test_a_script_that_is_not_there(capsys, tmp_path):
-    assert cli.main(["profile", str(tmp_path)]) == 2
-    assert "it is a folder" in capsys.readouterr().err
-    assert cli.main(["profile", "nowhere.py"]) == 2
-    assert "there is no script nowhere.py" in capsys.readouterr().err
+    for script, told in ((str(tmp_path), "it is a folder"), ("nowhere.py", "there is no script nowhere.py")):
+        code, _, errors = ran(capsys, "profile", script)
+        assert code == 2
+        assert told in errors
 
 
 def test_one_size_is_not_enough():
@@ -221,8 +221,8 @@ def test_what_cannot_be_written_or_started_is_said_before_a_measurement(tmp_path
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit('it ran')")
     options = ["--output", str(tmp_path / "device.json"), *options]
-    assert cli.main(["profile", *options, str(script)]) == code
-    errors = capsys.readouterr().err
+    ended, _, errors = ran(capsys, "profile", *options, str(script))
+    assert ended == code
     assert says in errors
     assert "it ran" not in errors
 

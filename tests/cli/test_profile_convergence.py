@@ -157,13 +157,28 @@ def test_scikit_learn_is_asked_for_before_anything_starts(profile, tmp_path, mon
     [
         (["--min-total", "1"], "--min-total 1 cannot give each of 2 workers at least 1 samples. Give 2 at least."),
         (["--max-total", "64"], "Raise --samples to 512"),
-        (["--min-total", "60", "--max-total", "40"], "are too short: each needs 8 batches"),
+        (["--min-total", "60", "--samples", "400"], "are too short: each needs 8 batches"),
     ],
 )
 def test_totals_that_cannot_be_probed_are_refused(profile, tmp_path, capsys, options, says):
     assert profile(*options) == 1
     assert says in capsys.readouterr().err
     assert len(orders_of(tmp_path)) == 1
+
+
+def test_totals_in_the_wrong_order_are_refused_before_a_training(profile, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        profile("--min-total", "60", "--max-total", "40")
+    assert ended.value.code == 2
+    assert "--min-total 60 is above --max-total 40" in capsys.readouterr().err
+    assert not (tmp_path / "orders").exists()
+
+
+def test_an_option_after_the_script_is_named(tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit(3)")
+    assert cli.main(["profile-convergence", str(script), "--probes=2", "--output", "x"]) == 1
+    assert "put it before the script: lightning-hetero profile-convergence --probes=2 ..." in capsys.readouterr().err
 
 
 def test_an_example_is_profiled(tmp_path, monkeypatch, capfd):

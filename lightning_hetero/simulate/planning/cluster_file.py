@@ -41,7 +41,7 @@ LINK_KEYS = ("rate", "latency", "buckets", "gamma", "t_o", "t_u")
 DEVICE_KEYS = ("device", "count", "memory", "error", "jitter", "price", "name")
 TIMES_KEYS = (*WORKER_KEYS, "count")
 PROFILE_KEYS = ("profile", "count", "memory", "price", "name")
-COUNTED = re.compile(r"(?P<count>-?\d+)\s*[x*]\s*(?P<name>.+)")
+COUNTED = re.compile(r"(?P<count>-?\d+)\s*[xX*]\s*(?P<name>.+)")
 FILES = (".yaml", ".yml", ".json")
 MOST_WORKERS, MOST_BUCKETS = 100_000, 10_000
 
@@ -86,8 +86,8 @@ def read_cluster(text: str, given: Given | None = None) -> Cluster:
         >>> len(cluster.workers), cluster.total_batch_size, cluster.link.gradient_bytes
         (6, 100, 102400000)
     """
-    given = given or Given()
-    if os.path.isfile(text) or (text.endswith(FILES) and "," not in text and _counted(text)[1] == text):
+    given, is_file = given or Given(), os.path.exists(text) and not os.path.isdir(text)  # or a pipe
+    if is_file or (text.endswith(FILES) and "," not in text and _counted(text)[1] == text):
         cluster = _of_file(read_document(text), given)
     else:
         try:

@@ -247,7 +247,7 @@ def test_a_rate_needs_the_size_of_the_gradients(file):
 
 
 def test_workers_are_dropped_by_name():
-    cluster = read_cluster("4xA100,2xT4", Given(workload="bert-squad"))
+    cluster = read_cluster("4XA100,2*T4", Given(workload="bert-squad"))
     assert [w.name for w in cluster.dropped(["2xa100", "T4"]).workers] == ["A100", "A100", "T4"]
     with pytest.raises(ValueError, match="no worker 'T40'.*Did you mean T4"):
         cluster.dropped(["T40"])
