@@ -234,10 +234,16 @@ def _check_machines(args: Namespace, config: Mapping[str, Any]) -> None:
         if number is not None and number < 1:
             raise ValueError(f"--{name} {number} is out of range; give an integer >= 1.")
     machines = int(args.num_machines or config.get("num_machines") or 1)
-    needed = ("machine_rank", "main_process_ip", "main_process_port")
+    needed = ("machine_rank", "main_process_ip")
     missing = [f"--{name}" for name in needed if getattr(args, name) is None and config.get(name) is None]
-    if machines > 1 and missing and not config.get("mpirun_config"):
-        raise ValueError(f"num_machines={machines} needs {', '.join(missing)}, as options or in the config file.")
+    if machines > 1 and missing and not _other_training(args, config):
+        raise ValueError(f"num_machines={machines} needs {' and '.join(missing)}, as options or in the config file.")
+
+
+def _other_training(args: Namespace, config: Mapping[str, Any]) -> bool:
+    """Return whether Accelerate starts something else than processes that average gradients."""
+    other = config.get("distributed_type") not in (None, "NO", "MULTI_CPU", "MULTI_GPU")
+    return other or bool(config.get("mpirun_config")) or any(getattr(args, name, False) for name in OTHER_TRAININGS)
 
 
 def _workers(args: Namespace, config: Mapping[str, Any]) -> int:
@@ -255,17 +261,15 @@ def _check_devices(args: Namespace, config: Mapping[str, Any], found: int) -> No
     Raises:
         ValueError: if they would train alone.
     """
-    kind = config.get("distributed_type")
-    other = kind not in (None, "NO", "MULTI_GPU") or any(getattr(args, name, False) for name in OTHER_TRAININGS)
     workers = _workers(args, config)
-    if other or workers == 1 or config.get("mpirun_config") or _on_cpu(args, config):
+    if _other_training(args, config) or workers == 1 or _on_cpu(args, config):
         return
     if found == 0:
         raise ValueError(
             f"num_processes={workers}, and torch sees no GPU on this machine: each process would train alone, all of "
             "them on the same samples. To train on CPUs, give --cpu or write use_cpu: true into the config file."
         )
-    if kind == "NO" and not args.multi_gpu:
+    if config.get("distributed_type") == "NO" and not args.multi_gpu:
         raise ValueError(
             f"num_processes={workers} and distributed_type: NO, with which Accelerate starts one process. Write "
             "distributed_type: MULTI_GPU into the config file or give --multi_gpu, or set num_processes: 1."

@@ -202,9 +202,12 @@ def test_accelerates_own_test_script_passes(tmp_path):
         (["--cpu", "--num_machines", "0"], "--num_machines 0 is out of range"),
         (
             ["--cpu", "--num_machines", "2"],
-            "num_machines=2 needs --machine_rank, --main_process_ip, --main_process_port, as",
+            "num_machines=2 needs --machine_rank and --main_process_ip, as",
         ),
-        (["--cpu", "--num_machines", "2", "--machine_rank", "1"], "num_machines=2 needs --main_process_ip, "),
+        (
+            ["--cpu", "--num_machines", "2", "--machine_rank", "1"],
+            "num_machines=2 needs --main_process_ip, as options or in",
+        ),
     ],
 )
 def test_a_bad_flag_is_named_before_anything_starts(arguments, message, tmp_path, monkeypatch, capsys, started):
@@ -223,9 +226,15 @@ def test_a_bad_flag_is_named_before_anything_starts(arguments, message, tmp_path
 def test_a_machine_that_knows_its_place_is_started(tmp_path, started):
     path = tmp_path / "config.yaml"
     path.write_text("distributed_type: MULTI_GPU\nnum_processes: 4\nmain_process_ip: 10.0.0.1\nmachine_rank: 1\n")
-    options = ["--cpu", "--config_file", str(path), "--num_machines", "2", "--main_process_port", "29501"]
-    assert cli.main(["launch", *options, "script.py"]) == 0
+    assert cli.main(["launch", "--cpu", "--config_file", str(path), "--num_machines", "2", "script.py"]) == 0
     assert [(given.num_machines, int(given.machine_rank)) for given in started] == [(2, 1)]
+
+
+def test_a_launch_that_is_no_group_of_processes_is_left_to_accelerate(monkeypatch, started):
+    monkeypatch.setattr("lightning_hetero.cli.launch.launch_command", started.append)
+    assert cli.main(["launch", "--tpu", "--tpu_cluster", "--num_machines", "2", "script.py"]) == 0
+    assert cli.main(["launch", "--use_deepspeed", "--num_machines", "2", "script.py"]) == 0
+    assert [given.machine_rank for given in started] == [None, None]
 
 
 def test_a_flag_goes_before_a_variable_before_the_section():
