@@ -499,6 +499,13 @@ def test_the_launchers_help_shows_every_option_of_ours_and_accelerates(beside, c
     assert not [entry for entry in entries if entry.startswith("--") and "-" in entry[2:]]
 
 
+def test_config_shows_how_to_start_with_a_name_of_several_words(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    answer(monkeypatch)
+    assert cli.main(["config", "--config_file", "my run.yaml"]) == 0
+    assert "start with: lightning-hetero launch --config_file 'my run.yaml' script.py" in capsys.readouterr().out
+
+
 def test_config_writes_nothing_if_answers_end_early(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("2\n"))
     assert cli.main(["config", "--config_file", str(tmp_path / "config.yaml")]) == 2

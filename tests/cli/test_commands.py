@@ -1,6 +1,7 @@
 """The command line as a whole: help, typos, short errors, ``python -m``, completion, and what it does not import."""
 
 import io
+import os
 import re
 import subprocess
 import sys
@@ -202,13 +203,23 @@ def test_launch_reads_the_options_of_accelerate_as_it_does(line):
         ("plan --list >&-", 0, ""),
         ("--help | true", 0, ""),
         ("config <&- >/dev/null", 2, "lightning-hetero config: the answers ended early; nothing was written.\n"),
-        ("plan --toal 2>&-", 2, ""),
+        ("config <&- >/dev/null 2>&-", 2, ""),
     ],
 )
 def test_streams_may_be_closed(line, code, errors, tmp_path):
     command = f"{sys.executable} -m lightning_hetero {line}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment
+    )
     assert (done.returncode, done.stderr) == (code, errors)
+
+
+def test_errors_may_be_closed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stderr", None)
+    assert cli.main(["--version"]) == 0
+    with sys.stderr as closed:
+        closed.write("nobody reads this")
 
 
 def test_a_terminal_shows_what_it_can_of_a_text(tmp_path):

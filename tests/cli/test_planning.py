@@ -406,13 +406,20 @@ def test_the_recorded_file_of_the_page_can_be_planned(run, tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device")
 @pytest.mark.parametrize(
-    ("arguments", "program"), [(["plan", *B], "lightning-hetero plan"), (["--help"], "lightning-hetero")]
+    ("arguments", "program", "unbuffered"),
+    [
+        (["plan", *B], "lightning-hetero plan", ""),
+        (["plan", *B], "lightning-hetero plan", "1"),
+        (["plan", "--help"], "lightning-hetero plan", ""),
+        (["--help"], "lightning-hetero", ""),
+    ],
 )
-def test_a_full_disk_is_said(arguments, program):
+def test_a_full_disk_is_said(arguments, program, unbuffered):
     code = "import sys; from lightning_hetero.cli import main; sys.exit(main())"
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-c", code, *arguments]
-        found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
     assert found.returncode == 1
     assert found.stderr == f"{program}: No space left on device; free some space, or write to another place.\n"
 
