@@ -190,6 +190,7 @@ def test_accelerates_own_test_script_passes(tmp_path):
         (["--hetero_density", "7"], "--hetero_density 7: "),
         (["--config_file", "/nowhere.yaml"], "--config_file /nowhere.yaml cannot be read"),
         (["--config_file", "binary.yaml"], "--config_file binary.yaml cannot be read: 'utf-8'"),
+        (["--config_file", "two.yaml"], "num_machines=2 needs --main_process_ip, as options or in the config file."),
         (["--config_file", "plan.yaml"], "A `distributed_type` must be specified in the config file."),
         (["--cpu", "--tpu"], "You can only use one of `--cpu`, "),
         (
@@ -214,6 +215,8 @@ def test_a_bad_flag_is_named_before_anything_starts(arguments, message, tmp_path
     monkeypatch.chdir(tmp_path)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "plan.yaml").write_text("workers: 3\n")
+    two = "distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 4\nnum_machines: 2\nmachine_rank: 1\n"
+    (tmp_path / "two.yaml").write_text(two)
     with pytest.raises(SystemExit) as stopped:
         cli.main(["launch", *arguments, "script.py"])
     assert stopped.value.code == 2
@@ -230,11 +233,16 @@ def test_a_machine_that_knows_its_place_is_started(tmp_path, started):
     assert [(given.num_machines, int(given.machine_rank)) for given in started] == [(2, 1)]
 
 
-def test_a_launch_that_is_no_group_of_processes_is_left_to_accelerate(monkeypatch, started):
+def test_a_launch_that_is_no_group_of_processes_is_left_to_accelerate(tmp_path, monkeypatch, started):
     monkeypatch.setattr("lightning_hetero.cli.launch.launch_command", started.append)
     assert cli.main(["launch", "--tpu", "--tpu_cluster", "--num_machines", "2", "script.py"]) == 0
     assert cli.main(["launch", "--use_deepspeed", "--num_machines", "2", "script.py"]) == 0
-    assert [given.machine_rank for given in started] == [None, None]
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "distributed_type: MULTI_CPU\nnum_processes: 4\nnum_machines: 2\nmpirun_config: {mpirun_ccl: '1'}\n"
+    )
+    assert cli.main(["launch", "--config_file", str(path), "script.py"]) == 0
+    assert [given.machine_rank for given in started] == [None] * 3
 
 
 def test_a_flag_goes_before_a_variable_before_the_section():
