@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -14,18 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar
 
+from lightning_hetero.cli._parser import Parser, option
 from lightning_hetero.probe_job import VARIABLE, ProbeOrder
 
-__all__ = [
-    "ProbeError",
-    "RefusedError",
-    "ScriptRun",
-    "file_name",
-    "launcher",
-    "misplaced",
-    "seconds_option",
-    "whole_option",
-]
+__all__ = ["ProbeError", "RefusedError", "ScriptRun", "add_script_options", "file_name", "misplaced", "whole_option"]
 
 Answer = TypeVar("Answer")
 
@@ -133,6 +126,25 @@ def _end_group(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
+def add_script_options(parser: Parser, *, timeout: float, longest: str, launchers: str = "", where: str = "") -> None:
+    """Add the options that say which script runs, by which command, and for how long.
+
+    Args:
+        parser: of the command.
+        timeout: seconds by default.
+        longest: what ``--timeout`` bounds.
+        launchers: examples of what starts the script.
+        where: condition under which the script trains.
+    """
+    add = parser.add_argument
+    longest = f"longest {longest} (default {timeout:.0f})"
+    add("--timeout", type=seconds_option, default=timeout, metavar="SECONDS", help=longest)
+    starts = f"what starts the script{launchers} (default: this Python)"
+    add("--launcher", type=option(launcher), default=[sys.executable], metavar="COMMAND", help=starts)
+    add("script", type=option(file_name), help=f"script that trains with strategy='hetero_ddp'{where}")
+    add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+
+
 def whole_option(minimum: int) -> Callable[[str], int]:
     """Return a parser of whole numbers from ``minimum`` on."""
 
@@ -185,12 +197,13 @@ def launcher(text: str) -> list[str]:
     return command
 
 
-def misplaced(command: str, options: Sequence[str], arguments: Sequence[str]) -> str:
+def misplaced(command: str, options: argparse.Namespace) -> str:
     """Return a hint for options of a command that stand after the script, which got them."""
-    own = [text for text in arguments if text.split("=")[0] in options]
-    if not own:
+    own = {f"--{name.replace('_', '-')}" for name in vars(options).keys() - {"script", "arguments"}}
+    found = [text for text in options.arguments if text.split("=")[0] in own]
+    if not found:
         return ""
     return (
-        f"\n{own[0]} stands after the script, so the script got it. If it is meant for `{command}`, put it before the "
-        f"script: lightning-hetero {command} {own[0]} ... script.py."
+        f"\n{found[0]} stands after the script, so the script got it. If it is meant for `{command}`, put it before "
+        f"the script: lightning-hetero {command} {found[0]} ... script.py."
     )

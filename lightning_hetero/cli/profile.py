@@ -11,15 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_hetero.cli._parser import UserError, option
+from lightning_hetero.cli._parser import Parser, UserError, option
 from lightning_hetero.cli._script_run import (
     ProbeError,
     RefusedError,
     ScriptRun,
+    add_script_options,
     file_name,
-    launcher,
     misplaced,
-    seconds_option,
     whole_option,
 )
 from lightning_hetero.core.observations import StepObservations
@@ -34,10 +33,9 @@ __all__ = ["add_options", "fitted", "run"]
 
 MOST_JITTER = 0.15
 MOST_SIZE = 10**9
-OPTIONS = ("--output", "--name", "--steps", "--sizes", "--price", "--timeout", "--launcher")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: Parser) -> None:
     """Add the options of ``profile``."""
     add = parser.add_argument
     add(
@@ -52,11 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     sizes = "batch sizes in order (default: a quarter to twice the script's own, up and down)"
     add("--sizes", type=option(_sizes), default=(), metavar="8,16,32", help=sizes)
     add("--price", type=option(parse_number), metavar="X", help="price of an hour of this device, for the cost")
-    add("--timeout", type=seconds_option, default=1800.0, metavar="SECONDS", help="longest run (default 1800)")
-    starts = "what starts the script (default: this Python)"
-    add("--launcher", type=option(launcher), default=[sys.executable], metavar="COMMAND", help=starts)
-    add("script", type=option(file_name), help="script that trains with strategy='hetero_ddp' on one device")
-    add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    add_script_options(parser, timeout=1800.0, longest="run", where=" on one device")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -87,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
         why = error.strerror or "it cannot be written"
         raise UserError(f"--output {options.output}: {why}. Give a file in another folder.") from error
     except (ProbeError, ValueError) as error:
-        told = f"{error}{misplaced('profile', OPTIONS, options.arguments)}"
+        told = f"{error}{misplaced('profile', options)}"
         if isinstance(error, RefusedError):
             raise UserError(told) from error
         sys.stderr.write(f"lightning-hetero profile: {told}\n")

@@ -14,14 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_hetero.cli._parser import UserError, option
+from lightning_hetero.cli._parser import Parser, UserError, option
 from lightning_hetero.cli._script_run import (
     ProbeError,
     ScriptRun,
+    add_script_options,
     file_name,
-    launcher,
     misplaced,
-    seconds_option,
     whole_option,
 )
 from lightning_hetero.core.compression.bayesian_search import profile_convergence
@@ -31,12 +30,11 @@ from lightning_hetero.probe_job import ProbeOrder, ProbeReport
 __all__ = ["ScriptProbes", "add_options", "ranges", "run"]
 
 
-OPTIONS = ("--output", "--probes", "--samples", "--min-total", "--max-total", "--seed", "--timeout", "--launcher")
 MIN_STEPS = 8
 """Fewest batches of a probe training; with fewer, neither compression nor staleness has an effect."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: Parser) -> None:
     """Add the options of ``profile-convergence``."""
     add = parser.add_argument
     add("--output", type=option(file_name), default=Path("convergence.json"), metavar="FILE", help="profile to write")
@@ -45,16 +43,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--min-total", type=whole_option(1), metavar="N", help="least total batch (default: a quarter of the script's)")
     add("--max-total", type=whole_option(1), metavar="N", help="greatest total batch (default: 4 times the script's)")
     add("--seed", type=whole_option(0), default=0, metavar="N", help="of the choice of probes and the order of samples")
-    add("--timeout", type=seconds_option, default=3600.0, metavar="SECONDS", help="longest probe (default 3600)")
-    add(
-        "--launcher",
-        type=option(launcher),
-        default=[sys.executable],
-        metavar="COMMAND",
-        help="what starts the script, such as 'torchrun --nproc_per_node=2' (default: this Python)",
-    )
-    add("script", type=option(file_name), help="script that trains with strategy='hetero_ddp'")
-    add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    launchers = ", such as 'torchrun --nproc_per_node=2'"
+    add_script_options(parser, timeout=3600.0, longest="probe", launchers=launchers)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -93,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
         )
     except (ProbeError, ValueError, KeyboardInterrupt) as error:
         kept = f"\nThe probes that ended are in {part}, which is a profile, too." if probes.count > 1 else ""
-        hint = misplaced("profile-convergence", OPTIONS, options.arguments)
+        hint = misplaced("profile-convergence", options)
         sys.stderr.write(f"lightning-hetero profile-convergence: {str(error) or 'interrupted'}{hint}{kept}\n")
         return 1
     profile.save(output)

@@ -16,7 +16,7 @@ from lightning_hetero.simulate.devices.catalog import (
 )
 from lightning_hetero.simulate.devices.names import UnknownNameError, find_name
 from lightning_hetero.simulate.planning.cluster import Cluster, Link, Worker
-from lightning_hetero.simulate.planning.document import Entry, read_document
+from lightning_hetero.simulate.planning.document import Entry, can_be_read, read_document
 from lightning_hetero.simulate.planning.recorded import (
     WORKER_KEYS,
     is_planner_state,
@@ -86,8 +86,8 @@ def read_cluster(text: str, given: Given | None = None) -> Cluster:
         >>> len(cluster.workers), cluster.total_batch_size, cluster.link.gradient_bytes
         (6, 100, 102400000)
     """
-    given, is_file = given or Given(), os.path.exists(text) and not os.path.isdir(text)  # or a pipe
-    if is_file or (text.endswith(FILES) and "," not in text and _counted(text)[1] == text):
+    given = given or Given()
+    if can_be_read(text) or (text.endswith(FILES) and "," not in text and _counted(text)[1] == text):
         cluster = _of_file(read_document(text), given)
     else:
         try:

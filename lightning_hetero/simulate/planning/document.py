@@ -1,5 +1,6 @@
 """YAML or JSON whose errors name the line, what is allowed, and the nearest allowed name."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ import yaml
 
 from lightning_hetero.core.keywords import closest
 
-__all__ = ["DocumentError", "Entry", "read_document"]
+__all__ = ["DocumentError", "Entry", "can_be_read", "read_document"]
 
 T = TypeVar("T")
 
@@ -144,6 +145,11 @@ class Entry:
         if missing:
             raise self.error(f"{missing[0]!r} is missing; needed are {', '.join(needed)}.")
         return {name: entry for name, entry in found.items() if not entry.is_null}
+
+
+def can_be_read(path: str) -> bool:
+    """Return whether a path is that of a file or a pipe."""
+    return os.path.exists(path) and not os.path.isdir(path)
 
 
 def read_document(path: str | Path) -> Entry:
