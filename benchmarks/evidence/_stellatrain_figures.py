@@ -216,13 +216,11 @@ def components(result):
 
 
 def without_staleness(result):
-    return (
-        "Without staleness, iteration speed of ViT-B falls "
-        + " and ".join(
-            f"by {slower(result, 'without staleness', link):.0f} % at {link} Mbit/s" for link in ("100", "500")
-        )
-        + "."
-    )
+    falls = []
+    for link, share in LINKS.items():
+        late, same = (step(result, "Swin-B", link, f"top-k {share} %{end}") for end in (", late", ""))
+        falls.append(f"by {100 * (1 - late / same):.0f} % at {link} Mbit/s")
+    return f"Without staleness, iteration speed of Swin-B falls {', '.join(falls)}."
 
 
 # samples
@@ -315,7 +313,9 @@ def figure_13a(result):
         "without Numba), single elements by a "
         f"threshold {ms['elements, threshold']:.0f}, by top-k {ms['elements, topk']:.0f}: "
         f"{ms['elements, threshold'] / ours:.1f}"
-        f" and {ms['elements, topk'] / ours:.0f} times as long; adding the gradient to the "
+        f" and {ms['elements, topk'] / ours:.0f} times as long "
+        f"({ms['elements, threshold'] / ms['blocks, exact']:.1f} and {ms['elements, topk'] / ms['blocks, exact']:.0f} "
+        "without Numba on both sides); adding the gradient to the "
         f"residual alone takes {ms['add_']:.0f}."
     )
 

@@ -517,7 +517,7 @@ ROWS: list[Row] = [
         where="Fig. 10",
         reported=f"Five workloads, {B}: up to 18 % faster than LB-BSP at its best for the total.",
         how="simulated",
-        verdict="does not hold",
+        verdict="holds in part",
         ours=gain_over_lb_bsp,
         command=f"{SCRIPT} batch_time",
         result="cannikin_batch_time.json",
@@ -532,10 +532,15 @@ ROWS: list[Row] = [
         where="Fig. 10",
         reported=f"The total grows by 10 % of its range, {B}: LB-BSP is off until it has settled, Cannikin is not.",
         how="simulated",
-        verdict="holds",
+        verdict="holds in part",
         ours=gain_after_change,
         command=f"{SCRIPT} batch_time",
         result="cannikin_batch_time.json",
+        note=(
+            "In few settings only: mostly LB-BSP is near at once. It is compared with the exact optimum; how soon "
+            "ours is "
+            "there after such a change was not timed here."
+        ),
     ),
     Row(
         where="Sec. 5.3",
@@ -583,20 +588,21 @@ ROWS: list[Row] = [
         where="Sec. 4.5, 5.4",
         reported="A candidate total costs little; most epochs need the optimum of only one.",
         how="measured on CPU",
-        verdict="holds",
+        verdict="holds in part",
         ours=candidates,
         command=f"{SCRIPT} overhead",
         result="cannikin_overhead.json",
+        note="The first half. Ours solves all candidates at once, so how many an epoch needs was not looked at.",
     ),
     Row(
         where="Sec. 4.2, 5.4",
         reported="The search scales as O((n + 1)^3) with the number of workers.",
         how="measured on CPU",
-        verdict="holds",
+        verdict="holds in part",
         ours=solver,
         command="python benchmarks/solver.py",
         result="solver.json",
-        note="Ours needs no system of equations, so it scales better than what is reported.",
+        note="Ours needs no system of equations, so it scales better than what is reported. Theirs was not timed.",
     ),
     Row(
         where="Sec. 6",

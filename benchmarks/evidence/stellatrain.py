@@ -48,19 +48,19 @@ ROWS = [
         "sec. 2.1",
         "ResNet-50 at 1 Gbit/s uses 17 % of the GPUs",
         "emulated devices",
-        "holds",
+        "holds in part",
         found.utilization,
         **SPEED,
-        note="On two nodes; the sum of more of them takes longer.",
+        note="Four other models, all below 17 %. On two nodes; the sum of more of them takes longer.",
     ),
     Row(
         "Table 1",
         "compression, staleness, pipelining, sparse optimizer and cache-aware compression raise iteration speed",
         "emulated devices",
-        "holds",
+        "holds in part",
         found.table_1,
         **ABLATIONS,
-        note=HOST,
+        note=f"Pipelining is never left out here. {HOST}",
     ),
     Row(
         "Fig. 3",
@@ -169,10 +169,13 @@ ROWS = [
         "abstract, Fig. 10",
         "64.5 % lower cloud costs with 28.9 % less time (FP32): 6 RTX and 4 V100 for 8 V100",
         "simulated",
-        "holds",
+        "holds in part",
         found.cloud,
         **TABLES,
-        note="A V100 counts as an RTX 2080 Ti, which the paper says is faster in FP32.",
+        note="Our share is that of the best fixed density on the trace, chosen afterwards. That of the controller "
+        "is 53 % "
+        "in so short a run, with which the savings are smaller than the paper's. A V100 counts as an RTX 2080 Ti, "
+        "which the paper says is faster in FP32.",
     ),
     Row(
         "abstract, Fig. 10",
@@ -192,7 +195,7 @@ ROWS = [
         "holds in part",
         found.figure_9,
         **TASK,
-        note=SMALL_TASK,
+        note=f"The half on systems with compression does not hold. {SMALL_TASK}",
     ),
     Row(
         "Fig. 11 (a)",
@@ -223,7 +226,8 @@ ROWS = [
         found.language,
         **TABLES,
         note=(
-            "Iteration speed: the least time of a dense sum, and the share of the devices' speed that ViT-B's steps "
+            "The first half; over one node there is no gain. Iteration speed: the least time of a dense sum, and "
+            "the share of the devices' speed that ViT-B's steps "
             "reach with 10 % and staleness, where the host's part is large. Two nodes instead of four, at the paper's "
             "17.8 a second for two RTX 4090."
         ),
@@ -312,16 +316,18 @@ ROWS = [
         "Fig. 13 (b)",
         "cache-aware threshold-v converges like threshold-v by elements, and faster than random-k",
         "measured on CPU",
-        "holds in part",
+        "does not hold",
         found.figure_13b,
         **CONVERGENCE,
-        note="Single elements need fewer samples than blocks in our trainings.",
+        note="With the paper's threshold, blocks do not reach the loss. With exact selection, which is ours, "
+        "blocks need "
+        "a third more samples than single elements, and far fewer than random ones.",
     ),
     Row(
         "sec. 5.3, priority",
         "first come, first served is 9.6 % slower than earliest deadline first (ResNet-152)",
         "emulated devices",
-        "holds",
+        "holds in part",
         found.priority,
         command="python benchmarks/priority.py",
         result="priority.json",
@@ -333,8 +339,8 @@ ROWS = [
         "emulated devices",
         "holds",
         found.without_staleness,
-        **ABLATIONS,
-        note=f"ViT-B. {HOST}",
+        **SPEED,
+        note=f"{TWO_NODES} {HOST}",
     ),
     Row(
         "sec. 5.3, staleness",
