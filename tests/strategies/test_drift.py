@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
+from lightning_hetero.engine.engine import HeteroEngine
 from tests.helpers import Points, Regressor, fit, run_ranks
 
 TOTAL, STEPS, CALM = 120, 150, 80
@@ -36,14 +37,21 @@ class Paced(Regressor):
 
 
 def _train(rank):
-    looks, decide = [], PerfModelPlanner.decide
+    looks, decide, exchange = [], PerfModelPlanner.decide, HeteroEngine.exchange
 
     def recorded(self, observations, current, context):
         decision = decide(self, observations, current, context)
-        looks.append((observations, current, context, decision.proposal, decision.kept))
+        looks.append([observations, current, context, decision.proposal, decision.kept, True])
         return decision
 
-    PerfModelPlanner.decide = recorded
+    def told(self, planner, *, last=False, **kwargs):
+        before = len(looks)
+        done = exchange(self, planner, last=last, **kwargs)
+        for look in looks[before:]:
+            look[-1] = not last  # what the round at the end of training proposes comes too late
+        return done
+
+    PerfModelPlanner.decide, HeteroEngine.exchange = recorded, told
     dataset = Points(TOTAL * STEPS, 8, torch.float32)
     found = fit(rank, {"policy": "perf_model"}, 3, TOTAL // 3, model=Paced(rank), dataset=dataset, max_epochs=1)
     return found["history"], looks
@@ -75,9 +83,11 @@ def test_after_a_swing_of_speeds_the_split_is_near_the_optimum_and_what_a_simula
     assert seconds(history[-1][2]) <= 1.03 * least(), history
 
     planner = PerfModelPlanner()
-    for observations, current, context, proposal, kept in looks:
+    for observations, current, context, proposal, kept, _ in looks:
         decision = planner.decide(observations, current, context)
         assert (decision.proposal, decision.kept) == (proposal, kept)
         planner = decision.planner
-    adopted = [proposal.plan.local_batch_sizes for *_, proposal, _ in looks if proposal is not None]
+    adopted = [
+        proposal.plan.local_batch_sizes for *_, proposal, _, in_time in looks if proposal is not None and in_time
+    ]
     assert adopted == [sizes for _, _, sizes in history[1:]]
