@@ -279,14 +279,15 @@ def _faulty(rank, folder):
 
 @pytest.mark.alone
 def test_injected_faults_are_named_with_their_phase_and_end(tmp_path):
+    """That nothing else is named needs devices of exactly known speed: ``tests/core/stragglers/test_rates.py``."""
     said, other = run_ranks(_faulty, 2, str(tmp_path))
     records = read(tmp_path).stragglers
     for number, (phase, rank) in enumerate(Faulty.FAULTS):
         first = (2 * number + 1) * STEPS
         begins = [one for one in records if one.event == "begin" and first - 5 <= one.step <= first + 15]
-        named = [(one.phase, one.rank) for one in begins if phase == "link" or one.rank >= 0]
-        assert named == [(phase, rank)], (phase, records)  # other work on the machine slows the link down, too
-        assert begins[0].cost == pytest.approx(PAUSE, rel=0.5)
+        found = [one for one in begins if (one.phase, one.rank) == (phase, rank)]  # other work may slow more down
+        assert len(found) == 1, (phase, records)
+        assert found[0].cost == pytest.approx(PAUSE, rel=0.5)
         over = [one for one in records if one.event == "end" and first <= one.step <= first + STEPS + 20]
         ends = [one for one in over if (one.phase, one.rank) == (phase, rank)]
         assert {one.relieved for one in ends} == {"recovered"}
