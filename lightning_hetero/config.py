@@ -56,8 +56,8 @@ class HeteroConfig:
             sends. ``True`` is ``"ahead"``: a block at once makes all moves that momentum would make until its next
             update. With ``"later"`` these moves are deferred to that update. ``False`` updates all elements.
         staleness: 0, or 1 to apply one step late those gradients that would make every step wait for the link.
-        nonfinite: action on a gradient that is not finite: ``"warn"`` (once, when the loss shows it), ``"drop"`` (leave
-            it out on all ranks) or ``"stop"`` (raise on all ranks before the optimizer takes it).
+        on_nonfinite: action on a gradient that is not finite: ``"ignore"`` (train on as DDP does, and log it once),
+            ``"skip"`` (leave it out on all ranks) or ``"raise"`` (raise on all ranks before the optimizer takes it).
         max_total_batch_size: largest total batch, ``>= 1``, all micro-batches of an optimizer step together. If given,
             the total moves to where goodput is highest; ``None`` keeps it fixed. This setting and the next three are
             for custom training loops; Lightning's Trainer has callbacks for them.
@@ -110,7 +110,7 @@ class HeteroConfig:
     hierarchy: str | Sequence[Sequence[int]] | None = None
     sparse_optimizer: bool | str = False
     staleness: int = 0
-    nonfinite: str = "warn"
+    on_nonfinite: str = "ignore"
     max_total_batch_size: int | None = None
     min_total_batch_size: int | None = None
     lr_scaling: str | Callable[[float, float, float, float], float] = "auto"
@@ -128,7 +128,7 @@ class HeteroConfig:
             check_choice("policy", self.policy, NAMED)
         object.__setattr__(self, "compression", parse_compression(self.compression))
         self._check_sparse_optimizer()
-        check_choice("nonfinite", self.nonfinite, ("warn", "drop", "stop"))
+        check_choice("on_nonfinite", self.on_nonfinite, ("ignore", "skip", "raise"))
         check_choice("loss_reduction", self.loss_reduction, ("mean", "sum"))
         self._check_sizes()
         for name in ("weight_fn", "slice_fn", "concat_fn"):

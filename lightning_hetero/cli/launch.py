@@ -56,7 +56,7 @@ HELP = {
     "sparse_optimizer": "true lets SGD or AdamW update only the blocks that block_topk sends",
     "compression": "how gradients are compressed: block_topk, powersgd, fp16, bf16 or auto",
     "density": "share of the gradient that block_topk sends, 0 to 1",
-    "nonfinite": "what to do about a gradient that is not finite: warn, drop or stop",
+    "on_nonfinite": "what to do about a gradient that is not finite: ignore, skip or raise",
     "max_total_batch_size": "greatest total batch; with it the total moves by goodput",
     "min_total_batch_size": "least total batch",
     "lr_scaling": "how the learning rate follows the total: auto, adascale, sqrt, linear, none or module:function",

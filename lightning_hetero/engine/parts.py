@@ -75,7 +75,7 @@ class EngineParts:
         self.hook_state = HookState(self.observer, world_size, topology=topology)
         self.compression = GradientCompression.of(config, self.control, self.hook_state)
         self.weighting = LossWeighting(config, world_size, device)
-        self.health = Health(config.nonfinite, self.control, self.hook_state, self.observer.clock)
+        self.health = Health(config.on_nonfinite, self.control, self.hook_state, self.observer.clock)
         self.noise: NoiseCollector | None = None
         self.noise_scale: Callable[[], RunningNoiseScale | None] = lambda: None
         self.models: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()

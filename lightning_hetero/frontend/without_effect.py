@@ -155,7 +155,7 @@ def _of_devices(config: HeteroConfig, run: Run) -> Iterator[NoEffect]:
         yield NoEffect(given(config, ["probe_memory"]), reason, "Give max_local_batch_sizes")
     if run.scaled:
         reason = "the loss scaler leaves out steps that are not finite"
-        yield NoEffect(given(config, ["nonfinite"]), reason, "Leave it out, or train without a scaler, in bf16")
+        yield NoEffect(given(config, ["on_nonfinite"]), reason, "Leave it out, or train without a scaler, in bf16")
 
 
 def _of_staleness(config: HeteroConfig, run: Run) -> Iterator[NoEffect]:

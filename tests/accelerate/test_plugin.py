@@ -21,7 +21,7 @@ VALUES = {
     "change_cost": ("12.5", 12.5),
     "hierarchy": ("[[0, 1], [2]]", ((0, 1), (2,))),
     "sparse_optimizer": ("later", "later"),
-    "nonfinite": ("drop", "drop"),
+    "on_nonfinite": ("skip", "skip"),
     "max_total_batch_size": ("4096", 4096),
     "min_total_batch_size": ("64", 64),
     "lr_scaling": ("none", "none"),

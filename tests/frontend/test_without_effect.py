@@ -136,11 +136,11 @@ class OwnGNS(GNSCallback):
             {"planner": PerfModelPlanner(), "on_cpu": True},
             ["probe_memory=True has"],
         ),
-        ({"nonfinite": "drop"}, {"planner": PerfModelPlanner()}, []),
+        ({"on_nonfinite": "skip"}, {"planner": PerfModelPlanner()}, []),
         (
-            {"nonfinite": "drop"},
+            {"on_nonfinite": "skip"},
             {"planner": PerfModelPlanner(), "scaled": True},
-            ["nonfinite='drop' has"],
+            ["on_nonfinite='skip' has"],
         ),
         ({"hierarchy": "nodes"}, {"planner": PerfModelPlanner(), "flat": False}, []),
         (

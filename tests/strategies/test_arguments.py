@@ -268,7 +268,7 @@ SETTINGS = {
     "batch_sampler": "global",
     "slice_fn": len,
     "concat_fn": len,
-    "nonfinite": "drop",
+    "on_nonfinite": "skip",
     "max_total_batch_size": 4096,
     "min_total_batch_size": 64,
     "lr_scaling": "none",

@@ -494,7 +494,7 @@ def test_one_rank_that_is_all_saves_at_an_exception(tmp_path):
         ({"staleness": 1}, ValueError, "Leave it out"),
         ({"transfer_priority": True}, ValueError, "Leave it out"),
         ({"probe_memory": True}, ValueError, "max_local_batch_sizes="),
-        ({"nonfinite": "drop"}, ValueError, "Leave it at 'warn'"),
+        ({"on_nonfinite": "skip"}, ValueError, "it at 'ignore'"),
         ({"tensor_parallel_size": 2}, ValueError, "ModelParallelStrategy"),
         ({"ddp_comm_hook": print}, ValueError, "no DDP"),
         ({"find_unused_parameters": True}, ValueError, "Leave it out"),
@@ -517,7 +517,7 @@ def test_an_argument_of_another_strategy_is_refused_by_name(given, error, says):
 
 
 def test_settings_that_are_off_may_stay():
-    strategy = HeteroFSDPStrategy(compression=None, staleness=0, nonfinite="warn", find_unused_parameters=False)
+    strategy = HeteroFSDPStrategy(compression=None, staleness=0, on_nonfinite="ignore", find_unused_parameters=False)
     assert strategy.config == HeteroFSDPStrategy().config
 
 
@@ -760,4 +760,4 @@ def _diverges(rank):
 def test_each_training_says_that_its_loss_is_not_finite():
     results = run_ranks(_diverges, 2)
     assert [len(said) for said in results] == [2, 2]
-    assert all("detect_anomaly=True" in line and "nonfinite" not in line for said in results for line in said)
+    assert all("detect_anomaly=True" in line and "on_nonfinite" not in line for said in results for line in said)

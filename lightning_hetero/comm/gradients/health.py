@@ -27,14 +27,14 @@ log = logging.getLogger("lightning_hetero")
 
 
 class NonFiniteError(RuntimeError):
-    """Raised if a gradient is not finite and the settings say to end the training (``nonfinite="stop"``)."""
+    """Raised if a gradient is not finite and the settings say to end the training (``on_nonfinite="raise"``)."""
 
 
 class Health:
     """Checks of losses, averaged gradients and weights of one rank.
 
     Args:
-        mode: action on a gradient that is not finite: ``"warn"``, ``"drop"`` or ``"stop"``.
+        mode: action on a gradient that is not finite: ``"ignore"``, ``"skip"`` or ``"raise"``.
         control: control plane of the ranks.
         hook: state of the gradient hook, which averages gradients.
         clock: clock of the device.
@@ -111,13 +111,13 @@ class Health:
             )
 
     def _what_follows(self) -> str:
-        if self.scaled or self.mode == "drop" or self._hook.averager.skips_nonfinite:
+        if self.scaled or self.mode == "skip" or self._hook.averager.skips_nonfinite:
             return "Such gradients are left out on all ranks"
-        if self.mode == "stop":
-            return "Training ends with such a gradient, because of nonfinite='stop'"
+        if self.mode == "raise":
+            return "Training ends with such a gradient, because of on_nonfinite='raise'"
         if self._hook.averager.shards:  # no rank sees a whole gradient
             return "Sharded gradients cannot be left out; Trainer(detect_anomaly=True) finds what made it"
-        return "nonfinite='drop' leaves such gradients out on all ranks, nonfinite='stop' ends the training"
+        return "on_nonfinite='skip' leaves such gradients out on all ranks, on_nonfinite='raise' ends the training"
 
     # gradients
 
@@ -125,19 +125,19 @@ class Health:
         """Check the gradient, if the settings ask for an action; a collective call if it is not finite.
 
         Raises:
-            NonFiniteError: on all ranks, if the gradient is not finite and the mode is ``"stop"``.
+            NonFiniteError: on all ranks, if the gradient is not finite and the mode is ``"raise"``.
         """
-        if self.mode == "warn" or self.scaled or self._hook.num_bytes == self._bytes:
+        if self.mode == "ignore" or self.scaled or self._hook.num_bytes == self._bytes:
             return
         self._bytes = self._hook.num_bytes
         epoch, batch = self._step
         parameters = self._parameters().values()
         finite = all_finite(parameters)
-        if self.mode == "drop" and not finite:
+        if self.mode == "skip" and not finite:
             clear(parameters)
             self._hook.skip_step()
             self._dropped.add(batch, f"of epoch {epoch}")
-        if self.mode == "drop" or (finite and not bool(self._hook.step_skipped)):  # compression may have dropped it
+        if self.mode == "skip" or (finite and not bool(self._hook.step_skipped)):  # compression may have left it out
             return
         self._clock.wait()
         self._read(wait=True)
@@ -147,8 +147,8 @@ class Health:
         whose = whose or "the losses of all ranks were"
         raise NonFiniteError(
             f"the averaged gradient is not finite in batch {batch} of epoch {epoch}; {whose}. Training ends before the "
-            "optimizer takes it, because of nonfinite='stop'. Look at that rank's data, lower the learning rate, clip "
-            "gradients, or set nonfinite='drop'."
+            "optimizer takes it, because of on_nonfinite='raise'. Look at that rank's data, lower the learning rate, "
+            "clip gradients, or set on_nonfinite='skip'."
         )
 
     # weights

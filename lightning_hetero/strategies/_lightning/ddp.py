@@ -55,7 +55,8 @@ class HeteroDDPMixin(UnevenStepsMixin):
             ``"env"`` or ``"auto"``. Gradients are summed inside each cluster, and their leaders exchange the sums.
         sparse_optimizer: ``True`` lets SGD or AdamW update only the blocks that block top-k sends.
         staleness: 0 applies every gradient in its own step; 1 applies one step late those that steps would wait for.
-        nonfinite: ``"warn"`` of a loss that is not finite, ``"drop"`` such gradients on all ranks, or ``"stop"``.
+        on_nonfinite: what to do about a gradient that is not finite: ``"ignore"`` it as DDP does, and log it once;
+            ``"skip"`` it on all ranks; or ``"raise"``.
         transfer_priority: send the all-reduces that a step waits for before stale ones.
         shard: whose samples a loader has that nobody distributes, such as one over an ``IterableDataset``: ``"mine"``
             (each rank's own), ``"whole"`` (all of them) or ``"claim"`` (shards of a stream are handed out).
@@ -95,7 +96,7 @@ class HeteroDDPMixin(UnevenStepsMixin):
         hierarchy: str | Sequence[Sequence[int]] | None = None,
         sparse_optimizer: bool | str = False,
         staleness: int = 0,
-        nonfinite: str = "warn",
+        on_nonfinite: str = "ignore",
         transfer_priority: bool = False,
         shard: str | None = None,
         batch_sampler: str = "per_rank",
@@ -126,7 +127,7 @@ class HeteroDDPMixin(UnevenStepsMixin):
             sparse_optimizer=sparse_optimizer,
             staleness=staleness,
             transfer_priority=transfer_priority,
-            nonfinite=nonfinite,
+            on_nonfinite=on_nonfinite,
             shard=shard,
             batch_sampler=batch_sampler,
             slice_fn=slice_fn,

@@ -54,7 +54,7 @@ class Hook:
 class Both:
     """Two ranks in one process, which sample as if they could send."""
 
-    def __init__(self, make, mode="warn", scaled=False):
+    def __init__(self, make, mode="ignore", scaled=False):
         self.hook = Hook()
         self.clock, self.health, self.models = Ahead(), [], []
         for rank in range(2):
@@ -220,13 +220,13 @@ def test_what_an_earlier_training_has_left_is_not_told_of_the_next(said):
 @pytest.mark.parametrize(
     ("mode", "scaled", "inner", "follows"),
     [
-        ("warn", False, None, "nonfinite='drop' leaves such gradients out on all ranks, nonfinite='stop' ends"),
-        ("drop", False, None, "Such gradients are left out on all ranks"),
-        ("warn", True, None, "Such gradients are left out on all ranks"),
-        ("warn", False, SimpleNamespace(dropped=0), "Such gradients are left out on all ranks"),
-        ("stop", False, None, "Training ends with such a gradient, because of nonfinite='stop'"),
+        ("ignore", False, None, "on_nonfinite='skip' leaves such gradients out on all ranks, on_nonfinite='raise'"),
+        ("skip", False, None, "Such gradients are left out on all ranks"),
+        ("ignore", True, None, "Such gradients are left out on all ranks"),
+        ("ignore", False, SimpleNamespace(dropped=0), "Such gradients are left out on all ranks"),
+        ("raise", False, None, "Training ends with such a gradient, because of on_nonfinite='raise'"),
     ],
-    ids=["warn", "drop", "scaler", "compression", "stop"],
+    ids=["ignore", "skip", "scaler", "compression", "raise"],
 )
 def test_what_follows_from_a_bad_loss_is_said(said, mode, scaled, inner, follows):
     both = Both(lambda: [nn.Linear(1, 1)], mode, scaled=scaled)
@@ -234,11 +234,11 @@ def test_what_follows_from_a_bad_loss_is_said(said, mode, scaled, inner, follows
     both.health[0].see(torch.tensor(NAN), (0, 0))
     both.health[0].finish()
     assert follows in said[0]
-    assert ("nonfinite='drop'" in said[0]) == (follows.startswith("nonfinite"))
+    assert ("on_nonfinite='skip'" in said[0]) == (follows.startswith("on_nonfinite"))
 
 
 def test_a_loss_scaler_leaves_nothing_to_do(said):
-    both = Both(lambda: [nn.Linear(1, 1)], "drop", scaled=True)
+    both = Both(lambda: [nn.Linear(1, 1)], "skip", scaled=True)
     assert both.health[0].scaled  # which is told when training begins, see tests/frontend/test_without_effect.py
     (model,) = both.models[0]
     model.weight.grad = torch.full_like(model.weight, NAN)
@@ -250,7 +250,7 @@ def test_a_loss_scaler_leaves_nothing_to_do(said):
 
 def test_only_gradients_that_were_averaged_are_dropped(said):
     """In the middle of an accumulation window, each rank has its own."""
-    both = Both(lambda: [nn.Linear(1, 1)], "drop")
+    both = Both(lambda: [nn.Linear(1, 1)], "skip")
     (model,), health = both.models[0], both.health[0]
     model.weight.grad = torch.full_like(model.weight, NAN)
     health.see(torch.tensor(1.0), (3, 7))
@@ -266,7 +266,7 @@ def test_only_gradients_that_were_averaged_are_dropped(said):
 @pytest.mark.parametrize("how", ["loss", "late", "gradient", "left out"])
 def test_stopping_waits_for_the_newest_loss(how, said):
     """Compression may have left the gradient out, so that what is there is finite; a late one is of an earlier loss."""
-    both = Both(lambda: [nn.Linear(1, 1)], "stop")
+    both = Both(lambda: [nn.Linear(1, 1)], "raise")
     (model,), health = both.models[0], both.health[0]
     model.weight.grad = torch.full_like(model.weight, 1.0 if how == "left out" else NAN)
     health.see(torch.tensor(NAN if how == "late" else 1.0), (0, 6))
@@ -283,7 +283,7 @@ def test_stopping_waits_for_the_newest_loss(how, said):
 @pytest.mark.parametrize("batch", [0, 1])
 def test_stopping_names_the_first_bad_loss_and_the_batch_in_which_training_ends(said, batch):
     """A loss that was told of may be one of an earlier batch, whose gradient did not matter; or of the first one."""
-    both = Both(lambda: [nn.Linear(1, 1)], "stop")
+    both = Both(lambda: [nn.Linear(1, 1)], "raise")
     (model,), health = both.models[0], both.health[0]
     health.see(torch.tensor(NAN), (2, batch))
     both.clock.wait()
@@ -295,7 +295,7 @@ def test_stopping_names_the_first_bad_loss_and_the_batch_in_which_training_ends(
 
 
 def test_a_bad_loss_of_an_earlier_training_is_not_to_blame(said):
-    both = Both(lambda: [nn.Linear(1, 1)], "stop")
+    both = Both(lambda: [nn.Linear(1, 1)], "raise")
     (model,), health = both.models[0], both.health[0]
     health.see(torch.tensor(NAN), (0, 3))
     health.finish()
@@ -377,7 +377,7 @@ def test_weights_that_the_last_step_has_ruined_are_told():
 @pytest.mark.parametrize("settings", [{}, {"staleness": 1}, {"compression": "fp16"}], ids=str)
 @pytest.mark.parametrize("what", [("loss", "nan"), ("gradient", "inf")], ids=str)
 def test_dropped_gradients_reach_no_weight(settings, what):
-    results = run({"nonfinite": "drop", **settings}, what)
+    results = run({"on_nonfinite": "skip", **settings}, what)
     for result in results:
         assert result["seen"] == STEPS
         assert np.isfinite(result["weights"]).all()
@@ -392,7 +392,7 @@ def test_dropped_gradients_reach_no_weight(settings, what):
     "settings", [{}, {"compression": BlockTopK(density=0.3, block=8, warmup_steps=2)}], ids=["plain", "block top-k"]
 )
 def test_stopping_is_an_error_on_all_ranks_that_names_rank_and_batch(settings, what):
-    results = run({"nonfinite": "stop", **settings}, what)
+    results = run({"on_nonfinite": "raise", **settings}, what)
     for result in results:
         kind, text = result["error"]
         assert kind == "NonFiniteError"
@@ -435,7 +435,7 @@ def _fabric(rank, mode):
 
     from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy
 
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=HeteroDDPStrategy(nonfinite=mode))
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=HeteroDDPStrategy(on_nonfinite=mode))
     fabric.launch()
     torch.manual_seed(1)
     model = nn.Linear(5, 1).double()
@@ -450,8 +450,8 @@ def _fabric(rank, mode):
 
 
 def test_fabric_drops_and_stops_too():
-    first, second = run_ranks(_fabric, 2, "drop")
+    first, second = run_ranks(_fabric, 2, "skip")
     assert np.isfinite(first).all()
     np.testing.assert_array_equal(first, second)
-    errors = run_ranks(_fabric, 2, "stop", expect_errors=True)
+    errors = run_ranks(_fabric, 2, "raise", expect_errors=True)
     assert [kind for _, kind, _ in errors] == ["NonFiniteError"] * 2

@@ -76,10 +76,10 @@ def refuse_arguments(strategy: str, given: Mapping[str, Any]) -> dict[str, Any]:
     for name, reason in REFUSED.items():
         if given.get(name):
             raise ValueError(f"{strategy}({name}={given[name]!r}): {reason}")
-    if given.get("nonfinite", "warn") != "warn":
+    if given.get("on_nonfinite", "ignore") != "ignore":
         raise ValueError(
-            f"{strategy}(nonfinite={given['nonfinite']!r}): each rank sees only its shards of a gradient. Leave it at "
-            "'warn'; gradient_clip_val limits large gradients."
+            f"{strategy}(on_nonfinite={given['on_nonfinite']!r}): each rank sees only its shards of a gradient. Leave "
+            "it at 'ignore'; gradient_clip_val limits large gradients."
         )
     if given.get("tensor_parallel_size", "auto") not in ("auto", 1):
         raise ValueError(
@@ -87,7 +87,7 @@ def refuse_arguments(strategy: str, given: Mapping[str, Any]) -> dict[str, Any]:
             "batch, and hetero_fsdp gives each rank its own. Set tensor_parallel_size=1, or use Lightning's "
             "ModelParallelStrategy with equal batches."
         )
-    return {name: value for name, value in given.items() if name not in (*REFUSED, "nonfinite")}
+    return {name: value for name, value in given.items() if name not in (*REFUSED, "on_nonfinite")}
 
 
 def wrapped_classes(given: Any) -> tuple[type[nn.Module], ...] | None:
