@@ -57,7 +57,7 @@ class HeteroConfig:
             update. With ``"later"`` these moves are deferred to that update. ``False`` updates all elements.
         staleness: 0, or 1 to apply one step late those gradients that would make every step wait for the link.
         on_nonfinite: action on a gradient that is not finite: ``"ignore"`` (train on as DDP does, and log it once),
-            ``"skip"`` (leave it out on all ranks) or ``"raise"`` (raise on all ranks before the optimizer takes it).
+            ``"skip"`` (skip the step on all ranks) or ``"raise"`` (raise on all ranks before the optimizer takes it).
         max_total_batch_size: largest total batch, ``>= 1``, all micro-batches of an optimizer step together. If given,
             the total moves to where goodput is highest; ``None`` keeps it fixed. This setting and the next three are
             for custom training loops; Lightning's Trainer has callbacks for them.

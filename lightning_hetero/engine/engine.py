@@ -145,6 +145,7 @@ class HeteroEngine(EngineData):
 
     def close(self) -> None:
         """Finish the run; check the last step's message on GPU, whose validation is asynchronous."""
+        self.health.close()
         self.hook_state.settle()
         if self.compression is not None:
             self.compression.close()

@@ -17,7 +17,7 @@ from torch import nn
 
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.gradients.ddp_hook import HookState
-from lightning_hetero.comm.gradients.nonfinite import DroppedSteps, all_finite, clear
+from lightning_hetero.comm.gradients.nonfinite import DroppedSteps, StepSkipper, all_finite, clear
 from lightning_hetero.comm.gradients.weight_check import WeightCheck
 from lightning_hetero.comm.timing.clock import Clock
 
@@ -51,6 +51,7 @@ class Health:
         self._losses: deque[tuple[torch.Tensor, Any, tuple[int, int]]] = deque()
         self._step, self._bytes = (0, 0), 0
         self._told, self._dropped = False, DroppedSteps()
+        self._skipper: StepSkipper | None = None
         self._bad: tuple[int, int] | None = None  # epoch and batch of the loss that was reported
         self.weights = WeightCheck(control)
 
@@ -69,6 +70,11 @@ class Health:
             scaled: whether a loss scaler already leaves out steps that are not finite.
         """
         self._modules[module], self.scaled = None, scaled
+        if self.mode == "skip" and not scaled and self._skipper is None:
+            self._skipper = StepSkipper(self._skips, lambda: self._parameters().values())
+
+    def _skips(self) -> bool:
+        return bool(self._hook.step_skipped)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters by name; from the second module on, names contain its number."""
@@ -78,6 +84,12 @@ class Health:
             for name, p in module.named_parameters()
             if p.requires_grad
         }
+
+    def close(self) -> None:
+        """Let optimizers take all steps from now on."""
+        if self._skipper is not None:
+            self._skipper.remove()
+        self._skipper = None
 
     # losses
 

@@ -1,11 +1,14 @@
 """Steps whose gradient is not finite: left out on all ranks together, and logged."""
 
 import logging
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["DroppedSteps", "all_finite", "clear"]
+__all__ = ["DroppedSteps", "StepSkipper", "all_finite", "clear"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -26,6 +29,62 @@ class DroppedSteps:
                 where,
                 self.count,
             )
+
+
+class StepSkipper:
+    """Makes optimizers skip a step: they leave parameters, and their own state, as they are.
+
+    An optimizer skips a parameter without a gradient. Gradients that were left out are zeros, and are taken away only
+    after a closure and all that runs in it: whoever looks at them there, such as Lightning's hooks, finds the zeros. A
+    gradient that is not zero is of an earlier step and comes late, or is not ours.
+
+    Args:
+        skips: returns whether the running step is skipped.
+        parameters: returns the parameters that are meant; other parameters of an optimizer are left alone.
+
+    Example:
+        >>> p = torch.nn.Parameter(torch.ones(1))
+        >>> optimizer = torch.optim.AdamW([p], weight_decay=0.1)
+        >>> skipper = StepSkipper(lambda: True, lambda: [p])
+        >>> p.grad = torch.zeros(1)
+        >>> optimizer.step()
+        >>> p.item(), len(optimizer.state)
+        (1.0, 0)
+        >>> skipper.remove()
+    """
+
+    def __init__(self, skips: Callable[[], bool], parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._skips, self._parameters = skips, parameters
+        this = weakref.WeakMethod(self._before)
+
+        def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            method = this()
+            return None if method is None else method(args, kwargs)
+
+        self.remove: Callable[[], Any] = weakref.finalize(self, register_optimizer_step_pre_hook(before).remove)
+
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Take the gradients away now, or after the user's closure, which may compute them."""
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._withhold(args[0])
+            return None
+
+        def closure_and_ours() -> Any:
+            loss = closure()
+            self._withhold(args[0])
+            return loss
+
+        return args[:1], {**kwargs, "closure": closure_and_ours}
+
+    def _withhold(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._skips():
+            return
+        meant = {id(p) for p in self._parameters()}
+        own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in meant]
+        if not any(bool(_values(gradient).any()) for gradient in _given(own)):
+            for p in own:
+                p.grad = None
 
 
 def all_finite(parameters: Iterable[torch.Tensor]) -> bool:
@@ -50,3 +109,7 @@ def clear(parameters: Iterable[torch.Tensor]) -> None:
 
 def _given(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

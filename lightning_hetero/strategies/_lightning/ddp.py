@@ -56,7 +56,7 @@ class HeteroDDPMixin(UnevenStepsMixin):
         sparse_optimizer: ``True`` lets SGD or AdamW update only the blocks that block top-k sends.
         staleness: 0 applies every gradient in its own step; 1 applies one step late those that steps would wait for.
         on_nonfinite: what to do about a gradient that is not finite: ``"ignore"`` it as DDP does, and log it once;
-            ``"skip"`` it on all ranks; or ``"raise"``.
+            ``"skip"`` the step on all ranks; or ``"raise"``.
         transfer_priority: send the all-reduces that a step waits for before stale ones.
         shard: whose samples a loader has that nobody distributes, such as one over an ``IterableDataset``: ``"mine"``
             (each rank's own), ``"whole"`` (all of them) or ``"claim"`` (shards of a stream are handed out).

@@ -1,6 +1,7 @@
 """Losses, gradients and weights that went wrong: told once by name, left out, or an error, as the settings say."""
 
 import logging
+from itertools import pairwise
 from types import SimpleNamespace
 
 import lightning as L
@@ -260,6 +261,13 @@ def test_only_gradients_that_were_averaged_are_dropped(said):
     health.after_backward()
     assert not model.weight.grad.any()
     assert both.hook.step_skipped
+    momentum = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    momentum.step()
+    assert not momentum.state, "the step was not skipped"
+    model.weight.grad = torch.zeros(1, 1)
+    health.close()
+    momentum.step()
+    assert momentum.state
     assert any("step 7 of epoch 3" in line for line in said)
 
 
@@ -385,6 +393,56 @@ def test_dropped_gradients_reach_no_weight(settings, what):
         batch = AT + (1 if "staleness" in settings else 0)
         left_out = [line for line in result["lines"] if "all ranks left that gradient out" in line]
         assert any(f"in step {b} of epoch 0" in line for line in left_out for b in (AT, batch))
+
+
+class Keeps(L.Callback):
+    """Remembers weights and momentum at the end of each batch."""
+
+    def __init__(self):
+        self.kept = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        state = trainer.optimizers[0].state.values()
+        momentum = [
+            own["momentum_buffer"].flatten().tolist() for own in state if own.get("momentum_buffer") is not None
+        ]
+        self.kept.append((pl_module.flat().tolist(), momentum))
+
+
+def _keeps(rank, settings, what, window):
+    keeps, model = Keeps(), Ill(what, 1)
+    strategy = {"replan": 3, "on_nonfinite": "skip", **settings}
+    more = {"callbacks": [keeps], "accumulate_grad_batches": window, "max_epochs": 1}
+    fit(rank, strategy, 2, 4, model=model, dataset=Points(N), **more)
+    return keeps.kept[window - 1 :: window]
+
+
+TOPK = {"compression": BlockTopK(density=0.3, block=8, warmup_steps=2)}
+
+
+@pytest.mark.parametrize("what", [("loss", "nan"), ("gradient", "inf")], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "window"),
+    [
+        ({}, 1),
+        ({}, 2),
+        ({"compression": "fp16"}, 1),
+        ({"staleness": 1}, 1),
+        (TOPK, 1),
+        ({**TOPK, "staleness": 1}, 1),
+        ({"compression": BlockTopK(density=0.3, block=8, warmup_steps=100)}, 1),
+        ({"compression": "powersgd"}, 1),
+    ],
+    ids=["plain", "window", "fp16", "stale", "top-k", "stale top-k", "warm-up", "powersgd"],
+)
+def test_a_skipped_step_leaves_weights_and_momentum_as_they_are(settings, window, what):
+    """On all ranks, and no other step. A late gradient is skipped a batch later; late blocks wait for a better one."""
+    kept = run_ranks(_keeps, 2, settings, what, window)
+    for steps in kept:
+        stays = [before == after for before, after in pairwise(steps)]
+        assert [at + 1 for at, same in enumerate(stays) if same] == [AT // window + int(settings == {"staleness": 1})]
+        assert np.isfinite(steps[-1][0]).all()
+        assert steps[-1][0] == kept[0][-1][0]
 
 
 @pytest.mark.parametrize("what", [("loss", "nan"), ("gradient", "inf")], ids=str)

@@ -1,12 +1,13 @@
 """Gradients that are not finite are found whatever their type, and lines in the log become rare."""
 
+import gc
 import logging
 import math
 
 import pytest
 import torch
 
-from lightning_hetero.comm.gradients.nonfinite import DroppedSteps, all_finite, clear
+from lightning_hetero.comm.gradients.nonfinite import DroppedSteps, StepSkipper, all_finite, clear
 
 
 def parameter(*values, dtype=torch.float32):
@@ -46,3 +47,72 @@ def test_lines_come_at_powers_of_two(caplog):
     assert [record.args[0] for record in caplog.records] == [0, 1, 3, 7]
     assert dropped.count == 10
     assert "step 7 on rank 1" in caplog.messages[-1]
+
+
+# steps that are skipped
+
+
+class Steps:
+    """An optimizer with momentum, one step old, for two parameters of which the first is meant."""
+
+    def __init__(self, sparse=False):
+        self.skips, self.sparse = False, sparse
+        self.meant, self.other = torch.nn.Parameter(torch.ones(3, 1)), torch.nn.Parameter(torch.ones(2))
+        self.optimizer = torch.optim.SGD([self.meant, self.other], lr=0.1, momentum=0.9)
+        self.step(1.0)
+        self.skipper = StepSkipper(lambda: self.skips, lambda: [self.meant])
+
+    def backward(self, value):
+        full = torch.full((3, 1), value)
+        self.meant.grad = full.to_sparse(1) if self.sparse else full
+        self.other.grad = torch.full((2,), value)
+        return value
+
+    def step(self, value, how="plain"):
+        """Step, and return by how much each parameter moved."""
+        before = [p.detach().clone() for p in (self.meant, self.other)]
+        if how == "plain":
+            self.backward(value)
+            self.optimizer.step()
+        elif how == "closure":
+            assert self.optimizer.step(lambda: self.backward(value)) == value
+        else:
+            assert self.optimizer.step(closure=lambda: self.backward(value)) == value
+        after = (self.meant, self.other)
+        return [float((b - a.detach()).abs().max()) for a, b in zip(after, before, strict=True)]
+
+
+@pytest.mark.parametrize("how", ["plain", "closure", "keyword"])
+def test_a_skipped_step_moves_nothing_and_leaves_the_momentum(how):
+    steps = Steps()
+    momentum = steps.optimizer.state[steps.meant]["momentum_buffer"].clone()
+    steps.skips = True
+    own, other = steps.step(0.0, how)
+    assert own == 0.0
+    assert other == pytest.approx(0.09), "a parameter that is not ours takes its step"
+    assert steps.optimizer.state[steps.meant]["momentum_buffer"].equal(momentum)
+    steps.skips = False
+    assert steps.step(0.0, how)[0] == pytest.approx(0.09), "only that step is skipped"
+
+
+@pytest.mark.parametrize("how", ["plain", "closure", "keyword"])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_gradient_that_is_not_zero_is_stepped_on(how, sparse):
+    """It is of an earlier step, and comes late; or of a backward pass of which we know nothing."""
+    steps = Steps(sparse)
+    steps.skips = True
+    assert steps.step(1.0, how)[0] > 0.1
+    assert steps.step(0.0, how)[0] == 0.0
+
+
+@pytest.mark.parametrize("end", ["removed", "forgotten"])
+def test_nothing_is_skipped_any_more_once_the_skipper_has_gone(end):
+    steps = Steps()
+    steps.skips = True
+    if end == "removed":
+        steps.skipper.remove()
+        steps.skipper.remove()
+    else:
+        steps.skipper = None
+        gc.collect()
+    assert steps.step(0.0)[0] > 0.0
