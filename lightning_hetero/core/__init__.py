@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
     from lightning_hetero.core.batching.plan import PlanEntry as PlanEntry
     from lightning_hetero.core.batching.plan import PlanHistory as PlanHistory
     from lightning_hetero.core.checkpoint_state import CheckpointStateError as CheckpointStateError
+    from lightning_hetero.core.checkpoint_state import DamagedCheckpointError as DamagedCheckpointError
     from lightning_hetero.core.compression.auto import Computing as Computing
     from lightning_hetero.core.compression.auto import choose_density as choose_density
     from lightning_hetero.core.compression.bayesian_search import ConvergenceSurrogate as ConvergenceSurrogate
@@ -105,6 +106,7 @@ _EXPORTS = {
     "PlanEntry": "lightning_hetero.core.batching.plan",
     "PlanHistory": "lightning_hetero.core.batching.plan",
     "CheckpointStateError": "lightning_hetero.core.checkpoint_state",
+    "DamagedCheckpointError": "lightning_hetero.core.checkpoint_state",
     "Computing": "lightning_hetero.core.compression.auto",
     "choose_density": "lightning_hetero.core.compression.auto",
     "ConvergenceSurrogate": "lightning_hetero.core.compression.bayesian_search",

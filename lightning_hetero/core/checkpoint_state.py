@@ -4,7 +4,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["CheckpointStateError", "check_tensors", "reading_state"]
+__all__ = ["CheckpointStateError", "DamagedCheckpointError", "check_tensors", "reading_state"]
+
+
+class DamagedCheckpointError(RuntimeError):
+    """Raised for a checkpoint file that was cut off, or that has changed since it was written.
+
+    Example:
+        >>> issubclass(DamagedCheckpointError, RuntimeError)
+        True
+    """
 
 
 class CheckpointStateError(ValueError):

@@ -4,11 +4,14 @@ import logging
 import multiprocessing
 import os
 import pickle
+import random
 import resource
 import signal
 import stat
 import time
 import warnings
+import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,8 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_hetero import HeteroDDPStrategy, HeteroElasticStrategy
-from lightning_hetero.strategies._checkpoints.whole_files import DamagedCheckpointError, read_or_fall_back
+from lightning_hetero.core import DamagedCheckpointError
+from lightning_hetero.strategies._checkpoints.whole_files import damage_of, read_or_fall_back, write_whole
 from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as FabricStrategy
 from tests.helpers import Points, fit, run_ranks
 
@@ -119,6 +123,110 @@ def test_what_is_truncated_is_named_with_those_that_are_whole(tmp_path, share):
     with pytest.raises(DamagedCheckpointError, match=r"d\.ckpt is not a whole .*newest first: c\.ckpt, a\.ckpt\."):
         plugin.load_checkpoint(tmp_path / "d.ckpt")
     assert plugin.load_checkpoint(tmp_path / "c.ckpt")["weights"][0] == 2.0
+
+
+def _load(path):
+    return torch.load(path, weights_only=True)
+
+
+def _equal(one, other):
+    return one["epoch"] == other["epoch"] and all(
+        torch.equal(one["weights"][i], w) for i, w in other["weights"].items()
+    )
+
+
+def _flip(content, rng):
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+
+
+def _replace(content, rng):
+    content[rng.randrange(len(content))] = rng.randrange(256)
+
+
+def _cut(content, rng):
+    del content[rng.randrange(len(content)) :]
+
+
+def _insert(content, rng):
+    at = rng.randrange(len(content))
+    content[at:at] = rng.randbytes(rng.randrange(1, 9))
+
+
+def _delete(content, rng):
+    at = rng.randrange(len(content))
+    del content[at : at + rng.randrange(1, 9)]
+
+
+def _zero(content, rng):
+    at = rng.randrange(len(content) - 64)
+    content[at : at + 64] = bytes(64)
+
+
+def _append(content, rng):
+    content.extend(rng.randbytes(rng.randrange(1, 3000)))
+
+
+def _mix(content, rng):
+    at, to = rng.randrange(len(content) - 512), rng.randrange(len(content) - 512)
+    content[at : at + 512] = content[to : to + 512]
+
+
+DAMAGES = [_flip, _replace, _cut, _insert, _delete, _zero, _append, _mix]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named_or_loads_what_was_saved(damage, tmp_path):
+    """Never anything else. Damage at its ends is as likely as in all of the rest, because its directory is there."""
+    path, rng, found = tmp_path / "a.ckpt", random.Random(0), []
+    state = {"weights": {i: torch.randn(20, 20) for i in range(4)}, "epoch": 3}
+    write_whole(state, path)
+    saved = path.read_bytes()
+    for _ in range(150):
+        content = bytearray(saved)
+        begin = rng.choice([0, 0, len(saved) - 900])
+        part = content[begin:]
+        damage(part, rng)
+        path.write_bytes(content[:begin] + part)
+        try:
+            assert _equal(read_or_fall_back(_load, path), state)
+        except DamagedCheckpointError as error:
+            found.append(str(error))
+    assert len(found) > 20 or damage is _append
+    assert all("a.ckpt is not a whole checkpoint" in text for text in found)
+
+
+def test_every_bit_of_the_directory_matters_or_does_not(tmp_path):
+    """It is where a single bit can make torch read zeros for a tensor."""
+    path, state = tmp_path / "a.ckpt", {"weights": {0: torch.ones(4)}, "epoch": 1}
+    write_whole(state, path)
+    saved = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        begin = archive.start_dir
+    for at in range(begin, len(saved)):
+        for bit in range(8):
+            content = bytearray(saved)
+            content[at] ^= 1 << bit
+            path.write_bytes(content)
+            with suppress(DamagedCheckpointError):
+                assert _equal(read_or_fall_back(_load, path), state), (at - begin, bit)
+
+
+def test_a_file_that_was_saved_without_checksums_is_read(tmp_path):
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": 1}, tmp_path / "a.ckpt")
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert damage_of(tmp_path / "a.ckpt") == ""
+    assert read_or_fall_back(_load, tmp_path / "a.ckpt") == {"a": 1}
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"text", bytes(5000), b"{}", b"PK\x03\x04" + bytes(400)])
+def test_what_is_no_checkpoint_at_all_is_named(content, tmp_path):
+    (tmp_path / "a.ckpt").write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match="Whole ones beside it, newest first: none"):
+        read_or_fall_back(_load, tmp_path / "a.ckpt")
 
 
 def test_other_errors_of_reading_are_as_they_were(tmp_path):

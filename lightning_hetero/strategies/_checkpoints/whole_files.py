@@ -4,16 +4,22 @@ import functools
 import importlib
 import io
 import logging
+import lzma
 import os
+import struct
 import zipfile
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+
+from lightning_hetero.core.checkpoint_state import DamagedCheckpointError
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
@@ -33,17 +39,22 @@ else:
 
 T = TypeVar("T")
 
-__all__ = ["DamagedCheckpointError", "WholeFilesMixin", "read_or_fall_back", "write_whole"]
+__all__ = ["WholeFilesMixin", "damage_of", "read_or_fall_back", "write_whole"]
 
 log = logging.getLogger("lightning_hetero")
 
 SUFFIX = ".ckpt"
 LAST = "last"
 """Beginning of the names of files that always stand for the newest checkpoint."""
-
-
-class DamagedCheckpointError(RuntimeError):
-    """Error of a checkpoint file that is not whole."""
+UNREADABLE = (
+    *(zipfile.BadZipFile, RuntimeError, ValueError, OSError, EOFError, LookupError),
+    *(struct.error, zlib.error, lzma.LZMAError),
+)
+"""Errors of reading a damaged archive."""
+FOLDER = 0x10
+"""Attribute of a folder in an archive."""
+CHUNK = 1 << 22
+"""Bytes that are read at a time to compare them with their checksum."""
 
 
 class WholeFilesMixin(Strategy):
@@ -147,41 +158,85 @@ def write_whole(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def read_or_fall_back(load: Callable[[str | os.PathLike[str]], T], path: str | os.PathLike[str]) -> T:
-    """Read a checkpoint; if it is a ``last`` one that is not whole, read the newest whole one beside it.
+    """Read a checkpoint; if it is a ``last`` one that is damaged, read the newest whole one beside it.
+
+    The file is compared with its checksums first, because what a flipped bit has changed loads like any other number.
 
     Args:
         load: reads a file.
         path: path of the checkpoint.
 
     Raises:
-        DamagedCheckpointError: if the file is not whole; the message names the whole ones beside it.
+        DamagedCheckpointError: if the file is damaged; the message names the whole ones beside it.
     """
-    try:
+    local = local_path(path)
+    if local is None or not local.is_file():
         return load(path)
-    except (FileNotFoundError, PermissionError):
-        raise
-    except Exception as error:
-        local = local_path(path)
-        if local is None or not local.is_file() or _is_whole(local):
-            raise
-        beside = _whole_beside(local)
-        damage = f"{local} is not a whole checkpoint ({local.stat().st_size} bytes; {type(error).__name__}: {error})"
-        if local.name.startswith(LAST) and beside:
-            log.warning("%s. Training goes on from the newest one beside it that is whole: %s", damage, beside[0])
-            return load(beside[0])
-        names = ", ".join(one.name for one in beside[:5]) or "none"
-        raise DamagedCheckpointError(
-            f"{damage}. Whoever wrote it was killed, or the disk was full. Whole ones beside it, newest first: {names}."
-        ) from error
+    damage = damage_of(local)
+    if not damage:
+        try:
+            return load(path)
+        except RuntimeError as error:  # what says nothing of the contents is not under a checksum
+            if "PytorchStreamReader" not in str(error):
+                raise
+            damage = str(error)
+    beside = _whole_beside(local)
+    text = f"{local} is not a whole checkpoint ({local.stat().st_size} bytes; {damage})"
+    if local.name.startswith(LAST) and beside:
+        log.warning("%s. Training goes on from the newest one beside it that is whole: %s", text, beside[0])
+        return load(beside[0])
+    names = ", ".join(one.name for one in beside) or "none"
+    raise DamagedCheckpointError(
+        f"{text}. Whoever wrote it was killed, the disk was full, or a bit has changed since. Whole ones beside it, "
+        f"newest first: {names}."
+    )
 
 
 def _whole_beside(path: Path) -> list[Path]:
-    others = [one for one in path.parent.glob(f"*{SUFFIX}") if one != path and one.is_file() and _is_whole(one)]
-    return sorted(others, key=lambda one: (one.stat().st_mtime_ns, one.name), reverse=True)
+    """Return the newest whole checkpoints of a folder besides this one, at most five."""
+    others = [one for one in path.parent.glob(f"*{SUFFIX}") if one != path and one.is_file()]
+    newest = sorted(others, key=lambda one: (one.stat().st_mtime_ns, one.name), reverse=True)
+    return list(islice((one for one in newest if not damage_of(one)), 5))
 
 
-def _is_whole(path: Path) -> bool:
-    """Return whether a torch file ends with the directory of its archive; the older format, without one, passes."""
+def damage_of(path: Path) -> str:
+    """Return what is wrong with a torch file, by the directory of its archive and by its checksums; ``""`` if nothing.
+
+    The older format has neither, and passes. So do contents that were saved without checksums, see
+    ``torch.serialization.set_crc32_options``.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp(), "a.ckpt")
+        >>> torch.save(torch.zeros(1000), path)
+        >>> damage_of(path)
+        ''
+        >>> content = bytearray(path.read_bytes())
+        >>> content[1500] ^= 1
+        >>> path.write_bytes(content) > 0
+        True
+        >>> damage_of(path)
+        "a/data/0: Bad CRC-32 for file 'a/data/0'"
+    """
     with path.open("rb") as file:
-        begins = file.read(2)
-    return zipfile.is_zipfile(path) if begins != b"\x80\x02" else True
+        if file.read(2) == b"\x80\x02":
+            return ""
+    record = "its directory"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for one in archive.infolist():
+                record = one.filename
+                if one.external_attr & FOLDER:
+                    return f"{record} is marked as a folder, which torch reads as zeros"
+                if one.CRC:
+                    _read_all(archive, one)
+    except UNREADABLE as error:
+        return f"{record}: {error}"
+    return ""
+
+
+def _read_all(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
+    """Read a record to its end, where its checksum is compared."""
+    with archive.open(record) as file:
+        while file.read(CHUNK):
+            pass
