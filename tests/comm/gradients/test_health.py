@@ -14,6 +14,7 @@ from lightning_hetero import BlockTopK
 from lightning_hetero.comm.gradients.averager import DDPMean
 from lightning_hetero.comm.gradients.health import Health, NonFiniteError
 from lightning_hetero.comm.timing.clock import HostClock
+from lightning_hetero.hardware import call_device
 from tests.helpers import Points, Regressor, fit, run_ranks
 
 N, STEPS, AT = 80, 10, 4
@@ -53,7 +54,7 @@ class Hook:
 
 
 class Both:
-    """Two ranks in one process, which sample as if they could send."""
+    """Two ranks in one process, which sample as if they could send from devices of different kinds."""
 
     def __init__(self, make, mode="ignore", scaled=False):
         self.hook = Hook()
@@ -70,6 +71,7 @@ class Both:
     def look(self, times=1):
         for _ in range(times):
             everyone = np.stack([health.pack() for health in self.health])
+            everyone.reshape(2, 3, -1)[:, 2] = [[1.0], [2.0]]
             for health in self.health:
                 health.unpack(everyone, None)
 
@@ -483,8 +485,21 @@ def test_ranks_with_different_weights_are_told_by_rank_and_parameter(settings):
     assert results[1]["lines"] == []
 
 
-def test_roundings_of_unequal_devices_are_not_told():
-    assert [result["lines"] for result in run(what=("loss", "1"), callbacks=[Perturbs(1e-6)])] == [[], []]
+class Named(L.Callback):
+    """Each rank has a device of its own kind."""
+
+    def setup(self, trainer, pl_module, stage):
+        call_device(f"device {trainer.global_rank}")
+
+
+def test_roundings_are_told_of_devices_of_one_kind_only():
+    results = run(what=("loss", "1"), callbacks=[Perturbs(1e-6)])
+    assert ["bits of net.2.weight are not the same on rank 0 and rank 1" in line for line in results[0]["lines"]] == [
+        True
+    ]
+    assert results[1]["lines"] == []
+    results = run(what=("loss", "1"), callbacks=[Perturbs(1e-6), Named()])
+    assert [result["lines"] for result in results] == [[], []]
 
 
 def _fabric(rank, mode):
