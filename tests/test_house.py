@@ -123,7 +123,30 @@ def asserts(tree, _layer):
             yield node.lineno, "asserts: raise an error that says what was got and what to do"
 
 
-RULES = (wrong_imports, distributed_in_core, prints, asserts)
+UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+NO_FILE = (
+    "pickle.loads(offer.pickled)",
+    "pickle.loads(pickle.dumps(error))",
+)  # sent by a rank of this run, and our own
+
+
+def unpickles(tree, _layer):
+    """Readers that run what a file says, which may come from anywhere."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or ast.unparse(node) in NO_FILE:
+            continue
+        module, _, name = ast.unparse(node.func).rpartition(".")
+        given = {word.arg: ast.unparse(word.value) for word in node.keywords}
+        if (
+            (module in UNPICKLERS and name in ("load", "loads", "Unpickler", "open"))
+            or (module == "torch" and name == "load" and given.get("weights_only") != "True")
+            or (module == "yaml" and name.removesuffix("_all") in ("load", "unsafe_load", "full_load"))
+            or (module in ("np", "numpy") and given.get("allow_pickle", "False") != "False")
+        ):
+            yield node.lineno, "may run code of a file: torch.load(..., weights_only=True), JSON, or yaml.safe_load"
+
+
+RULES = (wrong_imports, distributed_in_core, prints, asserts, unpickles)
 
 
 def relative(path):
@@ -186,6 +209,12 @@ def test_rule(rule):
         ("callbacks", "if TYPE_CHECKING:\n    from lightning_hetero.strategies import mixin"),
         ("callbacks", "print(1)"),
         ("cli", "assert argv"),
+        ("cli", "torch.load(path)"),
+        ("cli", "torch.load(path, weights_only=False)"),
+        ("cli", "pickle.loads(content)"),
+        ("cli", "yaml.load(text, Loader=yaml.Loader)"),
+        ("cli", "yaml.full_load_all(text)"),
+        ("cli", "np.load(path, allow_pickle=True)"),
     ],
 )
 def test_a_rule_is_broken_by(layer, source):
@@ -201,6 +230,7 @@ def test_a_rule_is_broken_by(layer, source):
         ("strategies", "from lightning_hetero.callbacks import PerfModelCallback\nimport lightning.pytorch"),
         ("callbacks", "from lightning_hetero import core\nfrom lightning.pytorch import Callback"),
         ("cli", "import lightning_hetero_of_another\nfrom lightning_hetero import __version__"),
+        ("cli", "torch.load(path, weights_only=True)\nyaml.safe_load(text)\nnp.load(path)\njson.loads(text)"),
     ],
 )
 def test_no_rule_is_broken_by(layer, source):
