@@ -1,5 +1,6 @@
 """Steps whose gradient is not finite: left out on all ranks together, and logged."""
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable
@@ -55,29 +56,15 @@ class StepSkipper:
 
     def __init__(self, skips: Callable[[], bool], parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._skips, self._parameters = skips, parameters
-        this = weakref.WeakMethod(self._before)
+        _listen()
+        _skippers.add(self)
 
-        def before(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            method = this()
-            return None if method is None else method(args, kwargs)
+    def remove(self) -> None:
+        """Let optimizers take all steps from now on."""
+        _skippers.discard(self)
 
-        self.remove: Callable[[], Any] = weakref.finalize(self, register_optimizer_step_pre_hook(before).remove)
-
-    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Take the gradients away now, or after the user's closure, which may compute them."""
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._withhold(args[0])
-            return None
-
-        def closure_and_ours() -> Any:
-            loss = closure()
-            self._withhold(args[0])
-            return loss
-
-        return args[:1], {**kwargs, "closure": closure_and_ours}
-
-    def _withhold(self, optimizer: torch.optim.Optimizer) -> None:
+    def withhold(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take an optimizer's gradients away if the step is skipped."""
         if not self._skips():
             return
         meant = {id(p) for p in self._parameters()}
@@ -85,6 +72,41 @@ class StepSkipper:
         if not any(bool(_values(gradient).any()) for gradient in _given(own)):
             for p in own:
                 p.grad = None
+
+
+_skippers: weakref.WeakSet[StepSkipper] = weakref.WeakSet()
+
+
+@functools.cache
+def _listen() -> None:
+    """Hear of the steps of all optimizers from now on.
+
+    The hook stays: taking it off, which garbage collection might do at any moment, fails while an optimizer goes
+    through its hooks.
+    """
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Take gradients away now, or after the user's closure, which may compute them."""
+    if not _skippers:
+        return None
+
+    def withhold() -> None:
+        for skipper in list(_skippers):
+            skipper.withhold(optimizer)
+
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        withhold()
+        return None
+
+    def closure_and_ours() -> Any:
+        loss = closure()
+        withhold()
+        return loss
+
+    return args[:1], {**kwargs, "closure": closure_and_ours}
 
 
 def all_finite(parameters: Iterable[torch.Tensor]) -> bool:

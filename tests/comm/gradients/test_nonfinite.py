@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_hetero.comm.gradients.nonfinite import DroppedSteps, StepSkipper, all_finite, clear
 
@@ -116,3 +117,21 @@ def test_nothing_is_skipped_any_more_once_the_skipper_has_gone(end):
         steps.skipper = None
         gc.collect()
     assert steps.step(0.0)[0] > 0.0
+
+
+@pytest.mark.parametrize("how", ["plain", "closure"])
+def test_a_skipper_may_go_while_an_optimizer_goes_through_its_hooks(how):
+    """Garbage collection runs at any moment."""
+    steps, forgotten = Steps(), Steps()
+    forgotten.optimizer.cycle = forgotten.skipper.cycle = forgotten
+
+    def collect(*_):
+        nonlocal forgotten
+        forgotten = None
+        gc.collect()
+
+    handle = register_optimizer_step_pre_hook(collect)
+    try:
+        assert steps.step(1.0, how)[0] > 0.1
+    finally:
+        handle.remove()
