@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import resource
 import signal
 import stat
@@ -209,6 +210,51 @@ def test_every_bit_of_the_directory_matters_or_does_not(tmp_path):
             path.write_bytes(content)
             with suppress(DamagedCheckpointError):
                 assert _equal(read_or_fall_back(_load, path), state), (at - begin, bit)
+
+
+@pytest.mark.parametrize("kind", [1, 8, 9, 12, 14, 93, 99])
+def test_a_record_that_seems_compressed_is_named(kind, tmp_path):
+    """Each way of compressing has errors of its own."""
+    path = tmp_path / "a.ckpt"
+    write_whole({"weights": torch.randn(100)}, path)
+    content = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        record, begin = archive.infolist()[0], archive.start_dir
+    for at in (record.header_offset + 8, begin + 10):
+        content[at : at + 2] = kind.to_bytes(2, "little")
+    path.write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match=re.escape(f"; {record.filename}: ")):
+        read_or_fall_back(_load, path)
+
+
+def test_a_record_is_read_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning_hetero.strategies._checkpoints.whole_files.CHUNK", 1000)
+    path = tmp_path / "a.ckpt"
+    weights = torch.full((10_000,), 0.5)
+    write_whole({"weights": weights}, path)
+    content, saved = bytearray(path.read_bytes()), weights.numpy().tobytes()
+    content[content.index(saved) + len(saved) - 1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match="data/0"):
+        read_or_fall_back(_load, path)
+
+
+@pytest.mark.parametrize(("text", "known"), [("PytorchStreamReader failed", True), ("a size mismatch", False)])
+def test_what_only_torch_finds_damaged_is_passed_over_too(text, known, tmp_path):
+    for name in ("last.ckpt", "a.ckpt"):
+        write_whole({"name": name}, tmp_path / name)
+
+    def load(path):
+        if path.name == "last.ckpt":
+            raise RuntimeError(text)
+        return _load(path)
+
+    os.utime(tmp_path / "a.ckpt", (1, 1))
+    if known:
+        assert read_or_fall_back(load, tmp_path / "last.ckpt") == {"name": "a.ckpt"}
+    else:
+        with pytest.raises(RuntimeError, match="a size mismatch"):
+            read_or_fall_back(load, tmp_path / "last.ckpt")
 
 
 def test_a_file_that_was_saved_without_checksums_is_read(tmp_path):

@@ -69,7 +69,7 @@ class StepSkipper:
             return
         meant = {id(p) for p in self._parameters()}
         own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in meant]
-        if not any(bool(_values(gradient).any()) for gradient in _given(own)):
+        if not any(bool(gradient.any()) for gradient in _given(own)):
             for p in own:
                 p.grad = None
 
@@ -131,7 +131,3 @@ def clear(parameters: Iterable[torch.Tensor]) -> None:
 
 def _given(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
-
-
-def _values(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.coalesce().values() if gradient.is_sparse else gradient

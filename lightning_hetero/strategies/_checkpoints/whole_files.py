@@ -6,7 +6,6 @@ import io
 import logging
 import lzma
 import os
-import struct
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -46,10 +45,7 @@ log = logging.getLogger("lightning_hetero")
 SUFFIX = ".ckpt"
 LAST = "last"
 """Beginning of the names of files that always stand for the newest checkpoint."""
-UNREADABLE = (
-    *(zipfile.BadZipFile, RuntimeError, ValueError, OSError, EOFError, LookupError),
-    *(struct.error, zlib.error, lzma.LZMAError),
-)
+UNREADABLE = (zipfile.BadZipFile, RuntimeError, ValueError, OSError, EOFError, zlib.error, lzma.LZMAError)
 """Errors of reading a damaged archive."""
 FOLDER = 0x10
 """Attribute of a folder in an archive."""

@@ -411,15 +411,21 @@ class Keeps(L.Callback):
         self.kept.append((pl_module.flat().tolist(), momentum))
 
 
-def _keeps(rank, settings, what, window):
+def _keeps(rank, settings, what, window, mode="skip"):
     keeps, model = Keeps(), Ill(what, 1)
-    strategy = {"replan": 3, "on_nonfinite": "skip", **settings}
+    strategy = {"replan": 3, "on_nonfinite": mode, **settings}
     more = {"callbacks": [keeps], "accumulate_grad_batches": window, "max_epochs": 1}
     fit(rank, strategy, 2, 4, model=model, dataset=Points(N), **more)
     return keeps.kept[window - 1 :: window]
 
 
 TOPK = {"compression": BlockTopK(density=0.3, block=8, warmup_steps=2)}
+
+
+def test_momentum_acts_on_zeros_unless_the_step_is_skipped():
+    for steps in run_ranks(_keeps, 2, TOPK, ("loss", "nan"), 1, "ignore"):
+        assert all(before != after for before, after in pairwise(steps))
+        assert np.isfinite(steps[-1][0]).all()
 
 
 @pytest.mark.parametrize("what", [("loss", "nan"), ("gradient", "inf")], ids=str)

@@ -151,6 +151,16 @@ def test_one_bit_of_one_weight_is_found_on_devices_of_one_kind(like, kinds, capl
         assert "behind batch 7 of epoch 1: bits of p are not the same on rank 0 and rank 1" in said(caplog)[0]
 
 
+def test_the_first_parameter_that_differs_is_told(caplog):
+    first, second = checks(sampled=3)
+    weights = {name: nn.Parameter(torch.ones(2)) for name in "abc"}
+    other = {**weights, **{name: nn.Parameter(smallest_change(torch.ones(2), 0)) for name in "bc"}}
+    for _ in range(2):
+        first.judge(rows(first, second, weights, other), STEP)
+    assert len(said(caplog)) == 1
+    assert "bits of b are" in said(caplog)[0]
+
+
 def test_bits_are_compared_within_each_kind(caplog):
     three = checks(world_size=3, sampled=1)
     weight = torch.ones(4)
@@ -179,12 +189,13 @@ def test_a_large_parameter_is_digested_part_by_part(caplog):
     assert float(first.sample(fine)[0]) == 1.0
 
 
-def test_another_device_or_another_number_of_threads_is_another_kind(monkeypatch):
+def test_another_device_number_of_threads_or_version_is_another_kind(monkeypatch):
     kinds = []
-    for name, threads in (("a", 1), ("a", 1), ("b", 1), ("a", 2)):
+    for name, threads, version in (("a", 1, "2"), ("a", 1, "2"), ("b", 1, "2"), ("a", 2, "2"), ("a", 1, "3")):
         monkeypatch.setattr("lightning_hetero.comm.gradients.weight_check.device_name", lambda _, name=name: name)
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        monkeypatch.setattr(torch, "__version__", version)
         (check, _) = checks(sampled=1)
         kinds.append(float(check.sample(parameters((1,)))[2]))
     assert kinds[0] == kinds[1]
-    assert len(set(kinds)) == 3
+    assert len(set(kinds)) == 4
