@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockTopK
 from lightning_hetero.comm.gradients.averager import DDPMean
@@ -508,29 +509,45 @@ def test_roundings_are_told_of_devices_of_one_kind_only():
     assert [result["lines"] for result in results] == [[], []]
 
 
-def _fabric(rank, mode):
+def _fabric(mode):
     from lightning.fabric import Fabric
-    from torch.utils.data import DataLoader
 
     from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy
 
     fabric = Fabric(accelerator="cpu", devices=2, strategy=HeteroDDPStrategy(on_nonfinite=mode))
     fabric.launch()
+    return lambda model, optimizer, loader: (*fabric.setup(model, optimizer), fabric.setup_dataloaders(loader)), fabric
+
+
+def _accelerate(mode):
+    from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
+
+    accelerator = HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin(on_nonfinite=mode))
+    return accelerator.prepare, accelerator
+
+
+def _own_loop(rank, prepare, mode):
+    """Return the weights after each step, with AdamW, whose decay and moments act even on zeros."""
+    prepare, backend = prepare(mode)
     torch.manual_seed(1)
     model = nn.Linear(5, 1).double()
-    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
-    loader = fabric.setup_dataloaders(DataLoader(Points(N), 4, shuffle=True))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+    model, optimizer, loader = prepare(model, optimizer, DataLoader(Points(N), 4, shuffle=True))
+    kept = []
     for step, (x, y, _) in enumerate(loader):
         loss = nn.functional.mse_loss(model(x), y)
-        fabric.backward(loss * (float("nan") if step == AT and rank == 1 else 1.0))
+        backend.backward(loss * (float("nan") if step == AT and rank == 1 else 1.0))
         optimizer.step()
         optimizer.zero_grad()
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
+        kept.append(torch.cat([p.detach().flatten() for p in model.parameters()]).tolist())
+    return kept
 
 
-def test_fabric_drops_and_stops_too():
-    first, second = run_ranks(_fabric, 2, "skip")
-    assert np.isfinite(first).all()
-    np.testing.assert_array_equal(first, second)
-    errors = run_ranks(_fabric, 2, "raise", expect_errors=True)
+@pytest.mark.parametrize("prepare", [_fabric, _accelerate])
+def test_loops_of_the_users_skip_and_raise_too(prepare):
+    kept = run_ranks(_own_loop, 2, prepare, "skip")
+    assert kept[0] == kept[1]
+    assert [at + 1 for at, (one, other) in enumerate(pairwise(kept[0])) if one == other] == [AT]
+    assert np.isfinite(kept[0][-1]).all()
+    errors = run_ranks(_own_loop, 2, prepare, "raise", expect_errors=True)
     assert [kind for _, kind, _ in errors] == ["NonFiniteError"] * 2
