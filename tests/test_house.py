@@ -124,10 +124,8 @@ def asserts(tree, _layer):
 
 
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-NO_FILE = (
-    "pickle.loads(offer.pickled)",
-    "pickle.loads(pickle.dumps(error))",
-)  # sent by a rank of this run, and our own
+NO_FILE = {"pickle.loads(offer.pickled)", "pickle.loads(pickle.dumps(error))"}
+"""Of objects that a rank of this run has just sent, and of our own."""
 
 
 def unpickles(tree, _layer):
