@@ -71,10 +71,7 @@ class Health:
         """
         self._modules[module], self.scaled = None, scaled
         if self.mode == "skip" and not scaled and self._skipper is None:
-            self._skipper = StepSkipper(self._skips, lambda: self._parameters().values())
-
-    def _skips(self) -> bool:
-        return bool(self._hook.step_skipped)
+            self._skipper = StepSkipper()
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters by name; from the second module on, names contain its number."""
@@ -145,11 +142,14 @@ class Health:
         epoch, batch = self._step
         parameters = self._parameters().values()
         finite = all_finite(parameters)
-        if self.mode == "skip" and not finite:
-            clear(parameters)
-            self._hook.skip_step()
-            self._dropped.add(batch, f"of epoch {epoch}")
-        if self.mode == "skip" or (finite and not bool(self._hook.step_skipped)):  # compression may have left it out
+        if finite and not bool(self._hook.step_skipped):  # compression may have left it out
+            return
+        if self._skipper is not None:
+            if not finite:
+                clear(parameters)
+                self._hook.skip_step()
+                self._dropped.add(batch, f"of epoch {epoch}")
+            self._skipper.skip(parameters)
             return
         self._clock.wait()
         self._read(wait=True)

@@ -3,7 +3,7 @@
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -33,29 +33,26 @@ class DroppedSteps:
 
 
 class StepSkipper:
-    """Makes optimizers skip a step: they leave parameters, and their own state, as they are.
+    """Makes optimizers skip the next step of parameters: these, and the optimizer's own state, stay as they are.
 
     An optimizer skips a parameter without a gradient. Gradients that were left out are zeros, and are taken away only
     after a closure and all that runs in it: whoever looks at them there, such as Lightning's hooks, finds the zeros. A
-    gradient that is not zero is of an earlier step and comes late, or is not ours.
-
-    Args:
-        skips: returns whether the running step is skipped.
-        parameters: returns the parameters that are meant; other parameters of an optimizer are left alone.
+    gradient that is not zero by then is of an earlier step and comes late, or of another backward pass.
 
     Example:
         >>> p = torch.nn.Parameter(torch.ones(1))
         >>> optimizer = torch.optim.AdamW([p], weight_decay=0.1)
-        >>> skipper = StepSkipper(lambda: True, lambda: [p])
+        >>> skipper = StepSkipper()
         >>> p.grad = torch.zeros(1)
+        >>> skipper.skip([p])
         >>> optimizer.step()
         >>> p.item(), len(optimizer.state)
         (1.0, 0)
         >>> skipper.remove()
     """
 
-    def __init__(self, skips: Callable[[], bool], parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
-        self._skips, self._parameters = skips, parameters
+    def __init__(self) -> None:
+        self._left_out: dict[int, torch.Tensor] = {}
         _listen()
         _skippers.add(self)
 
@@ -63,12 +60,14 @@ class StepSkipper:
         """Let optimizers take all steps from now on."""
         _skippers.discard(self)
 
+    def skip(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Skip the next step of those that have a gradient, which was left out."""
+        self._left_out.update((id(p), p) for p in parameters if p.grad is not None)
+
     def withhold(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take an optimizer's gradients away if the step is skipped."""
-        if not self._skips():
-            return
-        meant = {id(p) for p in self._parameters()}
-        own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in meant]
+        """Take away the gradients of an optimizer that were left out."""
+        held = (self._left_out.pop(id(p), None) for group in optimizer.param_groups for p in group["params"])
+        own = [p for p in held if p is not None]
         if not any(bool(gradient.any()) for gradient in _given(own)):
             for p in own:
                 p.grad = None

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_hetero import BlockTopK
+from lightning_hetero import BlockTopK, HeteroDDPStrategy
 from lightning_hetero.comm.gradients.averager import DDPMean
 from lightning_hetero.comm.gradients.health import Health, NonFiniteError
 from lightning_hetero.comm.timing.clock import HostClock
 from lightning_hetero.hardware import call_device
-from tests.helpers import Points, Regressor, fit, run_ranks
+from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
 
 N, STEPS, AT = 80, 10, 4
 NAN = float("nan")
@@ -452,6 +452,45 @@ def test_a_skipped_step_leaves_weights_and_momentum_as_they_are(settings, window
         assert [at + 1 for at, same in enumerate(stays) if same] == [AT // window + int(settings == {"staleness": 1})]
         assert np.isfinite(steps[-1][0]).all()
         assert steps[-1][0] == kept[0][-1][0]
+
+
+class Two(L.LightningModule):
+    """Two networks whose optimizers step after both backward passes; the loss of the first is bad once, on rank 1."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = nn.Linear(5, 1).double(), nn.Linear(5, 1).double()
+        self.automatic_optimization, self.kept = False, []
+
+    def training_step(self, batch, batch_idx):
+        x, y, _ = batch
+        optimizers = self.optimizers()
+        bad = float("nan") if batch_idx == AT and self.global_rank == 1 else 1.0
+        for optimizer, net, factor in zip(optimizers, (self.first, self.second), (bad, 1.0), strict=True):
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.mse_loss(net(x), y) * factor)
+        for optimizer in optimizers:
+            optimizer.step()
+        self.kept.append([net.weight.detach().flatten().tolist() for net in (self.first, self.second)])
+
+    def configure_optimizers(self):
+        return [torch.optim.AdamW(net.parameters(), 0.05, weight_decay=0.1) for net in (self.first, self.second)]
+
+
+def _two(rank):
+    model, strategy = Two(), HeteroDDPStrategy(on_nonfinite="skip", find_unused_parameters=True)
+    trainer_of(strategy, 2, max_epochs=1).fit(model, DataLoader(Points(N), 4, shuffle=True))
+    return model.kept
+
+
+def test_each_of_two_optimizers_skips_its_own_step():
+    """Found from outside: the good backward pass that came second made the first optimizer step on zeros."""
+    for steps in run_ranks(_two, 2):
+        still = [[one == other for one, other in zip(*pair, strict=True)] for pair in pairwise(steps)]
+        assert [at + 1 for at, (first, _) in enumerate(still) if first] == [AT]
+        assert not any(second for _, second in still)
+        assert np.isfinite(steps[-1]).all()
 
 
 @pytest.mark.parametrize("what", [("loss", "nan"), ("gradient", "inf")], ids=str)

@@ -54,19 +54,20 @@ def test_lines_come_at_powers_of_two(caplog):
 
 
 class Steps:
-    """An optimizer with momentum, one step old, for two parameters of which the first is meant."""
+    """An optimizer with momentum, one step old, for two parameters; steps of the first are skipped."""
 
     def __init__(self, sparse=False):
-        self.skips, self.sparse = False, sparse
+        self.skips, self.sparse, self.skipper = False, sparse, StepSkipper()
         self.meant, self.other = torch.nn.Parameter(torch.ones(3, 1)), torch.nn.Parameter(torch.ones(2))
         self.optimizer = torch.optim.SGD([self.meant, self.other], lr=0.1, momentum=0.9)
         self.step(1.0)
-        self.skipper = StepSkipper(lambda: self.skips, lambda: [self.meant])
 
     def backward(self, value):
         full = torch.full((3, 1), value)
         self.meant.grad = full.to_sparse(1) if self.sparse else full
         self.other.grad = torch.full((2,), value)
+        if self.skips and self.skipper is not None:
+            self.skipper.skip([self.meant])
         return value
 
     def step(self, value, how="plain"):
@@ -90,7 +91,7 @@ def test_a_skipped_step_moves_nothing_and_leaves_the_momentum(how):
     steps.skips = True
     own, other = steps.step(0.0, how)
     assert own == 0.0
-    assert other == pytest.approx(0.09), "a parameter that is not ours takes its step"
+    assert other == pytest.approx(0.09), "a parameter whose gradient was not left out takes its step"
     assert steps.optimizer.state[steps.meant]["momentum_buffer"].equal(momentum)
     steps.skips = False
     assert steps.step(0.0, how)[0] == pytest.approx(0.09), "only that step is skipped"
@@ -106,16 +107,44 @@ def test_a_gradient_that_is_not_zero_is_stepped_on(how, sparse):
     assert steps.step(0.0, how)[0] == 0.0
 
 
+def test_each_optimizer_skips_its_own_step():
+    """Two optimizers step after both backward passes; each parameter remembers whether its gradient was left out."""
+    first, second = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+    optimizers = [torch.optim.AdamW([p], weight_decay=0.1) for p in (first, second)]
+    skipper = StepSkipper()
+    first.grad = torch.zeros(1)
+    skipper.skip([first, second])
+    second.grad = torch.zeros(1)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert first.item() == 1.0
+    assert second.item() < 1.0
+    skipper.remove()
+
+
+def test_one_late_gradient_shows_that_all_are_late():
+    """A parameter whose late gradient happens to be zero steps as well, as its momentum acts."""
+    both = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer, skipper = torch.optim.SGD(both, lr=0.1, momentum=0.9, weight_decay=0.1), StepSkipper()
+    both[0].grad, both[1].grad = torch.ones(1), torch.zeros(1)
+    skipper.skip(both)
+    optimizer.step()
+    assert both[1].item() < 1.0
+    skipper.remove()
+
+
 @pytest.mark.parametrize("end", ["removed", "forgotten"])
 def test_nothing_is_skipped_any_more_once_the_skipper_has_gone(end):
     steps = Steps()
     steps.skips = True
+    steps.backward(0.0)
     if end == "removed":
         steps.skipper.remove()
         steps.skipper.remove()
     else:
         steps.skipper = None
         gc.collect()
+    steps.skips = False
     assert steps.step(0.0)[0] > 0.0
 
 
@@ -123,7 +152,7 @@ def test_nothing_is_skipped_any_more_once_the_skipper_has_gone(end):
 def test_a_skipper_may_go_while_an_optimizer_goes_through_its_hooks(how):
     """Garbage collection runs at any moment."""
     steps, forgotten = Steps(), Steps()
-    forgotten.optimizer.cycle = forgotten.skipper.cycle = forgotten
+    forgotten.skipper.cycle = forgotten
 
     def collect(*_):
         nonlocal forgotten
