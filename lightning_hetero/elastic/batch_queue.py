@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
+from lightning_hetero.comm.agreement.group_lifetime import forget_keys
 from lightning_hetero.core.validation import check_fields
 
 __all__ = ["BatchDispatcher", "ElasticWorkerError", "StorePatience", "job_store"]
@@ -160,6 +161,8 @@ class BatchDispatcher:
         # Every rank makes its dispatchers in the same order, so its own count tells runs in one job apart.
         run = self._ask(lambda: store.add(f"lightning_hetero/elastic/runs/{rank}", 1))
         self._store = dist.PrefixStore(f"lightning_hetero/elastic/{run}", store)
+        if rank == 0:  # all ranks have left the run before
+            self._ask(forget_keys, store, f"lightning_hetero/elastic/{run - 1}/")
         self._key = self._last = ""
 
     def open(self, name: str) -> None:

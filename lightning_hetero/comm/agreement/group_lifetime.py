@@ -1,4 +1,4 @@
-"""Lifetime of the process groups of a training: until another training begins in the same process.
+"""Lifetime of the process groups of a training, and of its keys in the store: until another begins in the process.
 
 A group has threads and sockets of its own, and torch keeps it until the default group is destroyed. A training that
 has ended, or whose strategy or accelerator is gone, no longer needs its groups. They are still not left at its end:
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Owner", "ended", "free_group_last", "go_on", "leave", "leave_ended", "on_end", "run"]
+__all__ = ["Owner", "ended", "forget_keys", "free_group_last", "go_on", "leave", "leave_ended", "on_end", "run"]
 
 Closer = Callable[[], Any]
 
@@ -78,7 +78,27 @@ def leave(group: Any) -> None:
         with suppress(ValueError, TypeError):  # the group went with a default group; torch's error for that varies
             if "nccl" in dist.get_backend_config(group):  # destroying it would abort running collectives
                 torch.cuda.synchronize()
+            first = dist.get_rank(group) == 0
             dist.destroy_process_group(group)
+            if first:
+                forget_keys(dist.distributed_c10d._get_default_store(), f"{group.group_name}/")
+
+
+def forget_keys(store: dist.Store, prefix: str) -> None:
+    """Delete the keys that begin so, which no rank reads any more; a store that cannot list its keys keeps them.
+
+    Example:
+        >>> store = dist.HashStore()
+        >>> store.set("run 1/a", ""), store.set("run 2/a", "")
+        (None, None)
+        >>> forget_keys(store, "run 1/")
+        >>> store.num_keys()
+        1
+    """
+    with suppress(AttributeError, RuntimeError):  # an older torch; a store that is gone
+        for key in store.list_keys():  # type: ignore[attr-defined]
+            if key.startswith(prefix):
+                store.delete_key(key)
 
 
 def free_group_last(model: DistributedDataParallel) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_hetero.comm.agreement.group_lifetime import forget_keys
+
 __all__ = ["MonitorSettings", "RankMonitor"]
 
 log = logging.getLogger("lightning_hetero")
@@ -72,6 +74,8 @@ class RankMonitor:
         own = store.clone() if hasattr(store, "clone") else store  # a connection that no other thread blocks
         run = store.add(f"lightning_hetero/monitor/{rank}", 1)  # all ranks start equally many monitors
         self._store = dist.PrefixStore(f"lightning_hetero/monitor/{run}", own)
+        if rank == 0:  # all ranks have stopped the monitor before
+            forget_keys(own, f"lightning_hetero/monitor/{run - 1}/")
         self._over = threading.Event()
         now = time.monotonic()
         self._answered = self._looked = now

@@ -40,15 +40,19 @@ def threads():
 
 
 def left(before=()):
-    """Process groups, threads and open files of this process.
+    """Process groups, threads and open files of this process, and keys in the store that it shares with the others.
 
     A thread that ends by itself has 20 s to do so: until there are no more than after the second training ``before``.
+    No rank goes on while another one counts.
     """
     until = time.monotonic() + 20
     gc.collect()
     while len(before) > 1 and threads() > before[1][1] and time.monotonic() < until:
         time.sleep(0.05)
-    return len(dist.distributed_c10d._world.pg_map), threads(), len(os.listdir("/proc/self/fd"))
+    dist.barrier()
+    keys = dist.distributed_c10d._get_default_store().num_keys()
+    dist.barrier()
+    return len(dist.distributed_c10d._world.pg_map), threads(), len(os.listdir("/proc/self/fd")), keys
 
 
 class Owned:
@@ -173,6 +177,24 @@ def elastic(rank, world_size, settings):
     return counts
 
 
+class Sharded(Regressor):
+    """Keeps no gradients, of which a rank has shards."""
+
+    def on_before_optimizer_step(self, optimizer):
+        pass
+
+
+def sharded(rank, world_size, settings):
+    from lightning_hetero import HeteroFSDPStrategy
+
+    counts = []
+    for _ in range(TRAININGS):
+        trainer = trainer_of(HeteroFSDPStrategy(**settings), world_size, max_epochs=1)
+        trainer.fit(Sharded(dtype=torch.float32), DataLoader(Points(48, dtype=torch.float32), 4, shuffle=True))
+        counts.append(left(counts))
+    return counts
+
+
 @pytest.mark.parametrize(
     ("train", "settings", "more"),
     [
@@ -184,16 +206,23 @@ def elastic(rank, world_size, settings):
         (fabric, HIERARCHY, ()),
         (accelerate, HIERARCHY, ()),
         (elastic, {}, ()),
+        (sharded, {}, ()),
+        (sharded, {"replicate_size": 2}, ()),
     ],
-    ids=["lightning", "compressed", "hierarchy", "again", "fails", "fabric", "accelerate", "elastic"],
+    ids=[
+        *("lightning", "compressed", "hierarchy", "again", "fails", "fabric", "accelerate", "elastic"),
+        *("sharded", "replicas"),
+    ],
 )
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_many_trainings_in_one_process_leave_as_much_as_two(train, settings, more):
     """Sockets are closed a little later, by the other end."""
-    world_size = 3 if "hierarchy" in settings else 2
+    world_size = {"hierarchy": 3, "replicate_size": 4}.get(next(iter(settings), ""), 2)
     for counts in run_ranks(train, world_size, world_size, settings, *more):
         assert len({count[0] for count in counts[1:]}) == 1, counts
         assert max(count[1] for count in counts[2:]) <= counts[1][1], counts
         assert counts[-1][2] < counts[1][2] + 10, counts
+        assert counts[-1][3] == counts[1][3], counts
 
 
 def _late(rank):
@@ -224,15 +253,17 @@ def test_a_training_that_has_ended_can_go_on_and_agree_on_something():
     assert third == (3, 2, 4, True, [9.0, 9.0])
 
 
-def _destroyed(rank):
+def _destroyed(rank, strategy, model):
     """Train again after the default group was destroyed, as a script does that makes one of its own."""
     for attempt in range(2):
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + attempt)
         loader = DataLoader(Points(48, dtype=torch.float32), 4, shuffle=True)
-        trainer_of(HeteroDDPStrategy(), 2, max_epochs=1).fit(Regressor(dtype=torch.float32), loader)
+        trainer_of(strategy, 2, max_epochs=1).fit(model(dtype=torch.float32), loader)
         dist.barrier()
         dist.destroy_process_group()
 
 
-def test_a_training_begins_after_the_default_group_was_destroyed():
-    run_ranks(_destroyed, 2)
+@pytest.mark.parametrize(("strategy", "model"), [("hetero_ddp", Regressor), ("hetero_fsdp", Sharded)])
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_a_training_begins_after_the_default_group_was_destroyed(strategy, model):
+    run_ranks(_destroyed, 2, strategy, model)

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero.callbacks._elastic import ElasticCallback
 from lightning_hetero.callbacks._lightning import callbacks_of
+from lightning_hetero.comm.agreement.group_lifetime import ended, go_on
 from lightning_hetero.core.keywords import check_names
 from lightning_hetero.elastic import ElasticConfig, ElasticEngine, MergeRecord
 from lightning_hetero.frontend.loaders import NOT_MET, batches_of, stream_of, unsupported_reason, with_batch_sampler
@@ -144,6 +145,8 @@ class HeteroElasticMixin(ElasticStepsMixin, ElasticCheckpointMixin, WholeFilesMi
                 world_size=self.world_size,
                 timeout=self._timeout,
             )
+        else:
+            go_on(self.engine.control)
 
     def configure_ddp(self) -> None:
         """Leave the model unwrapped, equal on all ranks.
@@ -240,4 +243,5 @@ class HeteroElasticMixin(ElasticStepsMixin, ElasticCheckpointMixin, WholeFilesMi
             vars(trainer.fit_loop.epoch_loop).pop(CHECK, None)
         if self.engine is not None:
             self.engine.dispatcher.close()
+            ended(self.engine.control)
         super().teardown()

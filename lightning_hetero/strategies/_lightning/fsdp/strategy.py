@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_hetero.callbacks._lightning import callbacks_of
 from lightning_hetero.comm.gradients.requirements import check_rescaled
@@ -26,6 +26,7 @@ from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.log import show_log
 from lightning_hetero.strategies._arguments import refuse_for_own_loops
 from lightning_hetero.strategies._lightning.fsdp import requirements
+from lightning_hetero.strategies._lightning.fsdp.mesh import lasting_mesh
 from lightning_hetero.strategies._lightning.fsdp.sharding import (
     free_gathered,
     is_sharded,
@@ -190,10 +191,8 @@ class HeteroFSDPMixin(UnevenStepsMixin):
         requirements.check_ranks(world, self.replicate_size, self._data_parallel_size)
         self._data_parallel_size, self._tensor_parallel_size = world, 1
         super().setup_environment()
-        if self.replicate_size > 1:
-            shape, names = (self.replicate_size, world // self.replicate_size), ("replicate", "shard")
-            self._device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
-            vars(self._pl_module)["_device_mesh"] = self._device_mesh  # its `device_mesh`
+        self._device_mesh = lasting_mesh(self.device_mesh, self.replicate_size)
+        vars(self._pl_module)["_device_mesh"] = self._device_mesh  # its `device_mesh`
 
     def setup(self, trainer: "Trainer") -> None:
         """Shard the module unless it shards itself, then set up optimizers.
