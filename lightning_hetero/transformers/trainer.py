@@ -18,6 +18,7 @@ from lightning_hetero.accelerate import HeteroPlugin
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.transformers.accelerator import TrainerAccelerator
 from lightning_hetero.transformers.arguments import plugin_of
+from lightning_hetero.transformers.jit_checkpoint import share_requests
 from lightning_hetero.transformers.requirements import check_trainer
 
 __all__ = ["HeteroTrainer", "hetero_trainer"]
@@ -75,6 +76,8 @@ class HeteroTrainer(module.Trainer):
         if self._hetero is None:
             return super()._inner_training_loop(*args, **kwargs)
         hetero = self._hetero
+        if hetero.engine is not None:
+            share_requests(self, hetero.engine.control)
         try:
             with _replaced("skip_first_batches", hetero.skip_first_batches), self._announced():
                 return super()._inner_training_loop(*args, **kwargs)

@@ -11,10 +11,8 @@ from enum import IntEnum
 from types import FrameType
 from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
+from lightning_hetero.comm.agreement.shared_notes import SharedNotes
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -78,9 +76,8 @@ class SharedSignals:
     def __init__(self, trainer: "Trainer", control: ControlPlane) -> None:
         self._trainer, self._control = trainer, control
         self._noted: list[int | None] = [None, None]  # numbers of the signals that came
-        self._sent: tuple[torch.Tensor, dist.Work] | None = None
+        self._notes = SharedNotes(control, len(_Note))
         self._requeue: Callable[[int, FrameType | None], None] | None = None
-        self._begin_maximum: Callable[[torch.Tensor], dist.Work] | None = None
         self.agreed = self.asked = False  # asked: whether Lightning checks before each batch
 
     def install(self) -> "SharedSignals":
@@ -120,7 +117,7 @@ class SharedSignals:
         """
         if self._control.world_size == 1:
             return
-        self._obey(self._take())
+        self._obey(self._notes.take())
         self._send()
 
     def finish(self) -> None:
@@ -131,13 +128,13 @@ class SharedSignals:
         """
         if self._control.world_size == 1:
             return
-        before = self._take()
+        before = self._notes.take()
         self._send()
-        self._obey([max(pair) for pair in zip(before, self._take(), strict=True)])
+        self._obey([max(pair) for pair in zip(before, self._notes.take(), strict=True)])
 
     def settle(self) -> None:
         """Wait for the message in flight, and ignore it."""
-        self._take()
+        self._notes.take()
 
     def remove(self) -> None:
         """Restore Lightning's handlers and check."""
@@ -146,18 +143,8 @@ class SharedSignals:
             vars(self._trainer._signal_connector).pop(name, None)
 
     def _send(self) -> None:
-        notes = torch.tensor([number or 0 for number in self._noted])
+        self._notes.send([number or 0 for number in self._noted])
         self._noted[_Note.REQUEUE] = None
-        self._begin_maximum = self._begin_maximum or self._control.maximum_later()
-        self._sent = notes, self._begin_maximum(notes)
-
-    def _take(self) -> list[int]:
-        if self._sent is None:
-            return [0, 0]
-        (notes, work), self._sent = self._sent, None
-        work.wait()
-        told: list[int] = notes.tolist()
-        return told
 
     def _obey(self, told: list[int]) -> None:
         if told[_Note.REQUEUE] and self._requeue is not None:
