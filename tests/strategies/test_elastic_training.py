@@ -584,6 +584,14 @@ class Signalled(Regressor):
         return super().training_step(batch, batch_idx)
 
 
+class SignalledBefore(Regressor):
+    """Rank 1 is asked to end when training begins."""
+
+    def on_train_start(self):
+        if self.trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 class SavesAtTheEnd(L.Callback):
     def __init__(self, path):
         self.path = path
@@ -592,10 +600,11 @@ class SavesAtTheEnd(L.Callback):
         trainer.save_checkpoint(self.path)
 
 
-def test_a_worker_that_is_asked_to_end_tells_all_at_the_merge(tmp_path):
+@pytest.mark.parametrize("model", [Signalled, SignalledBefore])
+def test_a_worker_that_is_asked_to_end_tells_all_at_the_merge(model, tmp_path):
     """All ranks end there, so that what saves at an exception can save."""
     path = str(tmp_path / "end.ckpt")
-    errors = elastic(2, 4, SLOW, model=Signalled, callbacks=[SavesAtTheEnd(path)], expect_errors=True, timeout=30)
+    errors = elastic(2, 4, SLOW, model=model, callbacks=[SavesAtTheEnd(path)], expect_errors=True, timeout=30)
     assert [kind for _, kind, _ in errors] == ["SIGTERMException"] * 2
     assert torch.load(path, weights_only=True)["hetero_elastic"]["position"] == [0, 24]
 

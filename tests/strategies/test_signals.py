@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hetero import AdaptiveBatchCallback, BlockTopK, GNSCallback
 from lightning_hetero.strategies._lightning.ending import EndingMixin
-from lightning_hetero.strategies._lightning.signals import SharedSignals, sigterm_at_next_merge
+from lightning_hetero.strategies._lightning.signals import SharedSignals, restore_sigterm, sigterm_at_next_merge
 from tests.helpers import Points, Regressor, fit, run_ranks
 
 N = 64
@@ -169,34 +169,23 @@ def test_a_signal_to_another_rank_at_the_very_end_is_obeyed(when):
     assert one.connector.received_sigterm
 
 
-def test_only_lightnings_own_handler_is_replaced():
+def test_under_elastic_averaging_only_lightnings_own_handler_is_replaced():
     """By one that talks to no other rank, and still tells processes that Lightning has started."""
-    killed, called = [], []
+    killed, noted = [], []
 
-    def _sigterm_notifier_fn(number, frame):
-        raise AssertionError("it would broadcast from within the signal")
+    class Connector:
+        def _sigterm_notifier_fn(self, number, frame):
+            raise AssertionError("it would broadcast from within the signal")
 
-    def users(number, frame):
-        called.append("users")
-
-    class Handlers:
-        signal_handlers = [users, _sigterm_notifier_fn]
-
-        def __call__(self, number, frame):
-            for handler in self.signal_handlers:
-                handler(number, frame)
-
-    launcher = SimpleNamespace(kill=killed.append)
-    before = signal.signal(signal.SIGTERM, Handlers())
-    try:
-        sigterm_at_next_merge(
-            SimpleNamespace(strategy=SimpleNamespace(launcher=launcher)), lambda: called.append("noted")
-        )
-        signal.raise_signal(signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert called == ["users", "noted"]
-    assert killed == [signal.SIGTERM]
+    trainer = SimpleNamespace(
+        strategy=SimpleNamespace(launcher=SimpleNamespace(kill=killed.append)), _signal_connector=Connector()
+    )
+    sigterm_at_next_merge(trainer, lambda: noted.append("noted"))
+    trainer._signal_connector._sigterm_notifier_fn(signal.SIGTERM, None)
+    assert (killed, noted) == ([signal.SIGTERM], ["noted"])
+    restore_sigterm(trainer)
+    with pytest.raises(AssertionError, match="it would broadcast"):
+        trainer._signal_connector._sigterm_notifier_fn(signal.SIGTERM, None)
 
 
 class Asks:
@@ -272,6 +261,31 @@ def test_a_note_is_sent_before_the_next_batch_and_obeyed_before_the_one_after_it
 
 def test_a_note_of_the_last_batch_ends_training_as_well():
     assert run_ranks(_told_in_batch, 2, 1, 6) == [7, 7]
+
+
+class BeforeTraining(L.Callback):
+    """One rank is told when training begins."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def on_train_start(self, trainer, pl_module):
+        if trainer.global_rank == self.rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _told_before_training(rank, told):
+    model = Regressor()
+    try:
+        fit(rank, SHORT, 2, 5, model=model, dataset=Points(N), callbacks=[BeforeTraining(told)], max_epochs=1)
+    except SIGTERMException:
+        return len(model.seen)
+    return None
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_signal_before_the_first_batch_is_obeyed_before_the_second(told):
+    assert run_ranks(_told_before_training, 2, told) == [1, 1]
 
 
 def _left_behind(rank):

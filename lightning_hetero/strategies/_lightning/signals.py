@@ -5,7 +5,6 @@ another collective then waits forever, or ends without its checkpoint.
 """
 
 import logging
-import signal
 from collections.abc import Callable
 from enum import IntEnum
 from types import FrameType
@@ -23,7 +22,7 @@ else:
     except ImportError:  # only the standalone package is installed, or an old one
         from pytorch_lightning.utilities.exceptions import SIGTERMException
 
-__all__ = ["CHECK", "SharedSignals", "sigterm_at_next_merge"]
+__all__ = ["CHECK", "SharedSignals", "restore_sigterm", "sigterm_at_next_merge"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -42,13 +41,13 @@ class _Note(IntEnum):
 def sigterm_at_next_merge(trainer: "Trainer", note: Callable[[], None]) -> None:
     """Put ``note`` in the place of Lightning's handler, which broadcasts to all ranks from within the signal.
 
-    Handlers besides Lightning's stay, and so does the forwarding to processes that Lightning started.
+    Call it before Lightning registers its handlers. Those of users stay, and so does the forwarding to processes that
+    Lightning started.
 
     Args:
-        trainer: trainer whose handler is replaced.
+        trainer: trainer whose handler is replaced, until :func:`restore_sigterm`.
         note: called at each SIGTERM.
     """
-    handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
 
     def handler(signum: int, frame: FrameType | None) -> None:
         launcher = trainer.strategy.launcher
@@ -56,9 +55,12 @@ def sigterm_at_next_merge(trainer: "Trainer", note: Callable[[], None]) -> None:
             launcher.kill(signum)
         note()
 
-    for index, existing in enumerate(handlers):
-        if getattr(existing, "__name__", "") == NOTIFIER:
-            handlers[index] = handler
+    setattr(trainer._signal_connector, NOTIFIER, handler)
+
+
+def restore_sigterm(trainer: "Trainer") -> None:
+    """Restore Lightning's handler."""
+    vars(trainer._signal_connector).pop(NOTIFIER, None)
 
 
 class SharedSignals:

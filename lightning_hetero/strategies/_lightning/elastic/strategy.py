@@ -23,7 +23,7 @@ from lightning_hetero.strategies._checkpoints.whole_files import WholeFilesMixin
 from lightning_hetero.strategies._lightning.elastic.checkpoint import ElasticCheckpointMixin
 from lightning_hetero.strategies._lightning.elastic.requirements import unsupported_settings
 from lightning_hetero.strategies._lightning.elastic.steps import NEVER, ElasticStepsMixin
-from lightning_hetero.strategies._lightning.signals import CHECK, sigterm_at_next_merge
+from lightning_hetero.strategies._lightning.signals import CHECK, restore_sigterm, sigterm_at_next_merge
 from lightning_hetero.strategies._registration import register
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ class HeteroElasticMixin(ElasticStepsMixin, ElasticCheckpointMixin, WholeFilesMi
         self.config = ElasticConfig(merge, mega_batch_size, mega_batch_batches, settings)
         super().__init__(**kwargs)
         self.engine: ElasticEngine | None = None
+        self._told = False
         self._callback = ElasticCallback()
 
     @classmethod
@@ -147,6 +148,15 @@ class HeteroElasticMixin(ElasticStepsMixin, ElasticCheckpointMixin, WholeFilesMi
             )
         else:
             go_on(self.engine.control)
+        self._told = False
+        if self._trainer_if_any is not None:
+            sigterm_at_next_merge(self._trainer, self._end_at_next_merge)
+
+    def _end_at_next_merge(self) -> None:
+        """Note SIGTERM, which may come before the engine has begun."""
+        self._told = True
+        assert self.engine is not None
+        self.engine.request_end()
 
     def configure_ddp(self) -> None:
         """Leave the model unwrapped, equal on all ranks.
@@ -229,7 +239,8 @@ class HeteroElasticMixin(ElasticStepsMixin, ElasticCheckpointMixin, WholeFilesMi
                 "hetero_elastic takes one train loader. Combine the datasets in one DataLoader."
             )
         setattr(loop.epoch_loop, CHECK, lambda: None)  # Lightning's is a collective in every batch
-        sigterm_at_next_merge(self._trainer, self.engine.request_end)
+        if self._told:
+            self.engine.request_end()
         ended = loop.restarting and loop.epoch_loop.batch_progress.is_last_batch
         self._trainer.val_check_batch = 1 if ended else NEVER
         self._begin_schedules()
@@ -241,6 +252,7 @@ class HeteroElasticMixin(ElasticStepsMixin, ElasticCheckpointMixin, WholeFilesMi
         trainer = self._trainer_if_any
         if trainer is not None:
             vars(trainer.fit_loop.epoch_loop).pop(CHECK, None)
+            restore_sigterm(trainer)
         if self.engine is not None:
             self.engine.dispatcher.close()
             ended(self.engine.control)
