@@ -26,6 +26,18 @@ from torch.utils.data import DataLoader
 from lightning_hetero import HeteroDDPStrategy
 """
 GIVEN = {
+    "faults": """
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+fabric = Fabric(accelerator="cpu", devices=1, strategy="hetero_ddp")
+fabric.launch()
+model = nn.Linear(5, 1)
+model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+data = TensorDataset(torch.randn(64, 5), torch.randn(64, 1))
+loader = fabric.setup_dataloaders(DataLoader(data, 4, shuffle=True))
+""",
     "lengths": f"{MODEL}\ndef count_tokens(batch): return batch['input_ids'].numel()\n",
     "loaders": f"""{MODEL}
 from lightning import Trainer as Full

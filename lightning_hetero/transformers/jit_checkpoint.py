@@ -19,18 +19,19 @@ class SharedManager(CheckpointManager):
     """A manager of checkpoints whose request is seen by all ranks after the same step."""
 
     trainer: Any
-    _notes: SharedNotes
-    _own = _agreed = False
 
     @classmethod
     def take_over(cls, manager: Any, control: ControlPlane) -> "SharedManager":
         """Turn the manager of a callback into one of this class, without a request."""
-        for name in ("is_checkpoint_requested", "_own", "_agreed"):
-            vars(manager).pop(name, None)
+        vars(manager).pop("is_checkpoint_requested", None)
         manager.__class__ = cls
-        manager._notes = SharedNotes(control, 1)
         shared: SharedManager = manager
+        shared.begin(control)
         return shared
+
+    def begin(self, control: ControlPlane) -> None:
+        """Begin a training, without a request."""
+        self._notes, self._own, self._agreed = SharedNotes(control, 1), False, False
 
     @property
     def is_checkpoint_requested(self) -> bool:
