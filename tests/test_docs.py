@@ -687,6 +687,19 @@ def test_thin_link_is_that_of_the_benchmark():
         same_when_rounded(sent, row["kB_a_step"] / 1000)
 
 
+@pytest.mark.parametrize("name", ["leaks", "leaks_fits"])
+def test_what_trainings_leave_is_that_of_the_benchmark(name):
+    table, result = quoted("leaks") if name == "leaks" else quoted("leaks_fits")
+    ((counted, memory, plain),) = table
+    plains, ours = ([row for row in result["rows"] if (row["mode"] == "ddp") is of_ddp] for of_ddp in (True, False))
+    assert len(ours) == 15, "the page says so"
+    assert {row[kind] for row in ours for kind in ("files", "threads", "groups", "keys", "hooks")} == {int(counted)}
+    same_when_rounded(memory, max(row["rss_kib"] for row in ours) / 1024)
+    same_when_rounded(plain, plains[0]["rss_kib"] / 1024)
+    most = max(ours, key=lambda row: row["rss_kib"])
+    assert most["mode"] == ("elastic" if name == "leaks" else "fsdp"), "the page says so"
+
+
 def test_gains_in_the_readme_and_in_short_are_those_of_the_tables():
     """The README and the first table of the benchmarks repeat figures of the tables below."""
     balance = {(row["cluster"], row["policy"]): row for row in quoted("balance")[1]["rows"]}

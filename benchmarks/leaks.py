@@ -1,0 +1,130 @@
+"""What a long training and many trainings leave in a process: memory, files, threads, groups, keys and hooks.
+
+Trains once in each mode, on two ranks, and counts at a tenth of the steps and at the end; sync rounds come every 20
+steps. ``--fits`` trains so many times in one process instead, one and the same model, and counts after the second and
+the last training. Each row holds what was added in between, by the rank that added most: resident memory
+(``rss_kib``), file descriptors, threads, process groups, keys in the job's store, hooks (of the model, its parameters
+and all optimizers) and objects of Python.
+"""
+
+import argparse
+import gc
+import os
+import threading
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import _modes
+import psutil
+import torch.distributed as dist
+from hardware import write_table
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+HERE = Path(__file__).parent
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
+
+
+def hooks_of(model):
+    """Number of hooks of a model, of its parameters, and of all optimizers."""
+    found = len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
+    found += sum(len(getattr(part, name)) for part in model.modules() for name in HOOKS)
+    for p in model.parameters():
+        found += len(p._backward_hooks or ()) + len(getattr(p, "_post_accumulate_grad_hooks", None) or ())
+    return found
+
+
+def census(model):
+    """What this process has, by kind."""
+    gc.collect()
+    return {
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "groups": len(dist.distributed_c10d._world.pg_map),
+        "keys": dist.distributed_c10d._get_default_store().num_keys() if dist.is_initialized() else 0,
+        "hooks": hooks_of(model),
+        "objects": len(gc.get_objects()),
+        "rss_kib": psutil.Process().memory_info().rss // 1024,
+    }
+
+
+def long_training(mode, steps):
+    """What a training of so many steps adds after its first tenth."""
+    taken = {}
+
+    def after_step(number, model):
+        if number in (steps // 10, steps - 1):
+            taken[number] = census(model)
+
+    _modes.train(mode, steps, after_step)
+    return list(taken.values())
+
+
+def many_trainings(mode, fits, steps):
+    """What the trainings after the second add."""
+    taken, models = [], []
+
+    def after_step(number, model):
+        models[:] = [model]
+
+    for fit in range(fits):
+        _modes.train(mode, steps, after_step, *models)
+        if fit in (1, fits - 1):
+            taken.append(census(models[0]))
+    return taken
+
+
+def _rank(pipe, rank, port, function, arguments):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", NODE_RANK="0")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), ACCELERATE_USE_CPU="true")
+    _modes.quiet()
+    began = time.perf_counter()
+    found = function(*arguments)
+    pipe.send((found, time.perf_counter() - began))
+    pipe.recv()  # the store is rank 0's
+    os._exit(0)
+
+
+def on_two_ranks(port, function, *arguments):
+    """What both ranks return, and the seconds that they took."""
+    context = get_context("fork")
+    pipes, ranks = zip(*(context.Pipe() for _ in range(2)), strict=True), []
+    ours, theirs = pipes
+    for rank in range(2):
+        ranks.append(context.Process(target=_rank, args=(theirs[rank], rank, port, function, arguments)))
+        ranks[-1].start()
+        theirs[rank].close()
+    found = [pipe.recv() for pipe in ours]
+    for pipe in ours:
+        pipe.send("all are done")
+    for rank in ranks:
+        rank.join()
+    return [counts for counts, _ in found], max(seconds for _, seconds in found)
+
+
+def added(counts):
+    """The most that a rank has added, by kind."""
+    return {name: max(last[name] - first[name] for first, last in counts) for name in counts[0][0]}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10_000, help="of one training; with --fits, 40 of each")
+    parser.add_argument("--fits", type=int, default=0, help="trainings in one process")
+    parser.add_argument("--modes", nargs="+", default=list(_modes.MODES), choices=_modes.MODES, metavar="MODE")
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    given = (many_trainings, args.fits, 40) if args.fits else (long_training, args.steps)
+    rows = []
+    for number, mode in enumerate(args.modes):
+        counts, seconds = on_two_ranks(29900 + number, given[0], mode, *given[1:])
+        rows.append(
+            {"mode": mode, "trainings": args.fits or 1, "steps": given[-1], **added(counts), "seconds": seconds}
+        )
+    out = args.out or str(HERE / "results" / ("leaks_fits.json" if args.fits else "leaks.json"))
+    write_table(rows, out, "what many trainings leave" if args.fits else "what a long training leaves")
+
+
+if __name__ == "__main__":
+    assert threading.active_count() == 1, "ranks are forked"
+    main()
