@@ -167,11 +167,13 @@ def accelerate(rank, world_size, settings):
 
 
 def elastic(rank, world_size, settings):
+    """All trainers are kept, and with them what they own."""
     from lightning_hetero import HeteroElasticStrategy
 
-    counts = []
+    counts, kept = [], []
     for _ in range(TRAININGS):
         trainer = trainer_of(HeteroElasticStrategy(mega_batch_batches=4, **settings), world_size, max_epochs=1)
+        kept.append(trainer)
         trainer.fit(Regressor(dtype=torch.float32), DataLoader(Points(48, dtype=torch.float32), 4, shuffle=True))
         counts.append(left(counts))
     return counts
