@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lightning_hetero.core.validation import check_choice, check_int, check_number, check_sizes
+from lightning_hetero.core.whole_file import write_file
 
 __all__ = ["VARIABLE", "DeviceReport", "ProbeOrder", "ProbeReport"]
 
@@ -232,6 +233,4 @@ class DeviceReport:
 
 
 def _write(path: str | Path, values: Mapping[str, object]) -> None:
-    part = Path(f"{path}.part")
-    part.write_text(json.dumps(values), encoding="utf-8")
-    part.replace(path)
+    write_file(path, json.dumps(values).encode())

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_hetero.comm.agreement.control_plane import let_threads_go
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
+from lightning_hetero.core.checkpoint_state import reading_state, with_checksums
 from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.policies import DEFAULT, POLICIES
 from lightning_hetero.core.policies.base import Planner, check_planner, load_planner
@@ -21,7 +22,7 @@ from lightning_hetero.frontend.adaptation import Adaptation
 from lightning_hetero.frontend.log import show_log
 from lightning_hetero.frontend.report.session_report import SessionReport
 from lightning_hetero.frontend.session.batches import CopiedSession, SessionBatches
-from lightning_hetero.frontend.session.data import SessionData, Stream
+from lightning_hetero.frontend.session.data import INTERVAL_CHECKSUMS, SessionData, Stream
 from lightning_hetero.frontend.session.steps import SessionSteps
 from lightning_hetero.frontend.total_access import TotalAccess
 from lightning_hetero.frontend.without_effect import tell
@@ -257,15 +258,9 @@ class HeteroSession(TotalAccess):
         """Return the position, the plans and what rank 0 has learned, as plain Python values and tensors."""
         if self._data.stream is None or self._data.restored is not None:
             return self._data.restored or {}
-        return {
-            "epoch": self._epoch,
-            "step": self._step,
-            "engine": self.engine.state_dict(),
-            "policy": self._policy,
-            "planner": None if self.planner is None else self.planner.state_dict(),
-            **self._adaptation.state_dict(),
-            "stream": self._data.order(self._epoch),
-        }
+        planner = None if self.planner is None else self.planner.state_dict()
+        learned = {"policy": self._policy, "planner": planner, **self._adaptation.state_dict()}
+        return with_checksums({**self._data.state_dict(*self.position), **learned})
 
     def interval(self) -> dict[str, Any]:
         """Return what all ranks have to be asked for, to be added to :meth:`state_dict`; a collective call.
@@ -277,7 +272,7 @@ class HeteroSession(TotalAccess):
             return {}
         self._steps.close(*self.position)
         found = {"interval": self._adaptation.interval(), "shards": self.engine.data.shards(self.engine.position)}
-        return {name: value for name, value in found.items() if value}
+        return with_checksums({name: value for name, value in found.items() if value}, INTERVAL_CHECKSUMS)
 
     @property
     def _policy(self) -> str:
@@ -287,14 +282,19 @@ class HeteroSession(TotalAccess):
         """Resume the pass of the state, at its first step or where :meth:`skip` says; a collective call.
 
         Samples keep their order, also with another number of ranks.
+
+        Raises:
+            DamagedCheckpointError: if the state has changed since it was saved.
+            CheckpointStateError: if it is malformed.
         """
         if not state:
             return
         if self._pass is not None:
             self._end_pass()
-        if self.planner is not None and state["policy"] == self._policy:
-            self.planner = load_planner(self.planner, state["planner"])
+        self._data.load(state)
+        with reading_state("what the policy has learned"):
+            if self.planner is not None and state["policy"] == self._policy:
+                self.planner = load_planner(self.planner, state["planner"])
         self._adaptation.load_state_dict(state)
         self._epoch, self._step = int(state["epoch"]), 0
-        self._data.load(state)
         self._data.shard(self.planner, self._epoch, 0)

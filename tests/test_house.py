@@ -46,6 +46,7 @@ SUB_LAYERS = {
             "keywords",
             "normal",
             "rounded",
+            "whole_file",
         ),
     ),
     "comm": (

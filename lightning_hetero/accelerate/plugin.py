@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from accelerate import Accelerator
 
+from lightning_hetero.accelerate.yaml_file import NO_YAML, read_yaml
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.keywords import check_names, closest
 from lightning_hetero.core.validation import check_choice, check_number
@@ -151,7 +152,7 @@ def parsed(name: str, text: str) -> Any:
     try:
         value = yaml.safe_load(f"[{text}]" if "," in text and not text.startswith("[") else text)
         return float(value) if isinstance(value, str) else value
-    except (yaml.YAMLError, ValueError, RecursionError):
+    except NO_YAML:
         return text
 
 
@@ -237,9 +238,8 @@ def _from_file(path: str | None) -> dict[str, Any]:
     if not path:
         return {}
     try:
-        with open(path) as file:
-            content = yaml.safe_load(file) or {}
-    except (OSError, yaml.YAMLError, RecursionError) as error:
+        content = read_yaml(path) or {}
+    except ValueError as error:
         raise ValueError(f"{CONFIG_FILE}={path!r} cannot be read: {error}. Give the path of a YAML file.") from error
     section = content.get(SECTION, content) if isinstance(content, dict) else None
     if not isinstance(section, dict):

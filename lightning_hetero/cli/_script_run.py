@@ -81,7 +81,13 @@ class ScriptRun:
                 output.seek(0)
                 tail = "\n".join(output.read().splitlines()[-SETTINGS.shown_lines :])
             if code == 0 and answer.is_file():
-                return read(answer)
+                try:
+                    return read(answer)
+                except (TypeError, ValueError, RecursionError) as error:
+                    raise ProbeError(
+                        f"{what} gave an answer that cannot be read ({error}). Does the script run with the same "
+                        "version of lightning-hetero?"
+                    ) from error
             refusal = ProbeOrder.refusal(answer)
         if refusal is not None:
             raise RefusedError(refusal)

@@ -14,6 +14,7 @@ from lightning_hetero.cli._parser import UserError
 from lightning_hetero.core.compression.settings import COMPRESSORS, BlockTopK
 from lightning_hetero.core.policies import DEFAULT, NAMED
 from lightning_hetero.core.validation import check_choice
+from lightning_hetero.core.whole_file import write_file
 from lightning_hetero.simulate.planning.wording import counted
 
 __all__ = ["QUESTIONS", "add_options", "ask_settings", "default_workers", "run"]
@@ -59,8 +60,7 @@ def run(options: argparse.Namespace) -> int:
     except EOFError:
         sys.stderr.write("lightning-hetero config: the answers ended early; nothing was written.\n")
         return 2
-    with open(path, "w", encoding="utf-8") as file:
-        yaml.safe_dump(config, file, sort_keys=False)
+    write_file(os.path.realpath(path), yaml.safe_dump(config, sort_keys=False).encode())
     sys.stdout.write(f"wrote {path}; start with: lightning-hetero launch --config_file {shlex.quote(path)} script.py\n")
     return 0
 
@@ -187,6 +187,8 @@ def _existing(path: str) -> dict[str, Any]:
     Raises:
         UserError: if it cannot be read or written, or is no config file.
     """
+    from lightning_hetero.accelerate.yaml_file import read_yaml  # loads torch
+
     if not path.strip():
         raise UserError(f"--config_file {path!r} is no name. Give that of a file in a folder of yours.")
     try:
@@ -202,9 +204,8 @@ def _existing(path: str) -> dict[str, Any]:
     if not os.path.exists(path):
         return {}
     try:
-        with open(path, encoding="utf-8") as file:
-            config = yaml.safe_load(file) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        config = read_yaml(path) or {}
+    except ValueError as error:
         raise UserError(f"--config_file {path} cannot be read: {error}. Give a YAML file, or a new name.") from error
     if not isinstance(config, dict):
         raise UserError(f"--config_file {path} is no Accelerate config file. Give another name.")

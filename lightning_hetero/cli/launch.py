@@ -31,6 +31,7 @@ from lightning_hetero.accelerate.plugin import (
     parsed,
     with_density,
 )
+from lightning_hetero.accelerate.yaml_file import read_yaml
 from lightning_hetero.cli._parser import UserError
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.policies import NAMED
@@ -161,9 +162,8 @@ def read_config(path: str | None) -> tuple[dict[str, Any] | None, dict[str, Any]
     if path is None:
         return None, {}
     try:
-        with open(path, encoding="utf-8") as file:
-            config = yaml.safe_load(file)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        config = read_yaml(path)
+    except ValueError as error:
         raise ValueError(f"--config_file {path} cannot be read: {error}. Give a YAML file.") from error
     if not isinstance(config, dict):
         raise ValueError(f"--config_file {path} has no settings. Write one with `lightning-hetero config`.")

@@ -23,6 +23,7 @@ from lightning_hetero.cli._script_run import (
 )
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.timing.step_time import ClusterTimeModel
+from lightning_hetero.core.whole_file import write_file
 from lightning_hetero.probe_job import DeviceReport, ProbeOrder
 from lightning_hetero.simulate.planning.cluster import Cluster, Link, Worker
 from lightning_hetero.simulate.planning.recorded import record
@@ -76,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
             "raise --timeout, or lower --steps",
         )
         cluster = fitted(report, options.name, options.price)
-        options.output.write_text(json.dumps(record(cluster), indent=2) + "\n", encoding="utf-8")
+        write_file(options.output, f"{json.dumps(record(cluster), indent=2)}\n".encode())
     except OSError as error:
         why = error.strerror or "it cannot be written"
         raise UserError(f"--output {options.output}: {why}. Give a file in another folder.") from error

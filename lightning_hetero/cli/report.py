@@ -10,6 +10,7 @@ from lightning_hetero.cli._parser import Parser, UserError
 from lightning_hetero.core.report.json_lines import RecordError
 from lightning_hetero.core.report.records import FILE_NAME
 from lightning_hetero.core.report.run_record import RunRecord
+from lightning_hetero.core.whole_file import write_file
 from lightning_hetero.report.page import write_picture, write_report
 from lightning_hetero.report.run_file import find_record, read_run
 from lightning_hetero.report.trace import trace_events
@@ -53,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _write_trace(run: RunRecord, path: Path) -> None:
-    path.write_text(json.dumps(trace_events(run), allow_nan=False), encoding="utf-8")
+    write_file(path, json.dumps(trace_events(run), allow_nan=False).encode())
 
 
 def _hint(what: str, run: RunRecord) -> str:

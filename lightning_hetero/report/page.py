@@ -2,8 +2,6 @@
 
 import base64
 import hashlib
-import os
-import tempfile
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -15,6 +13,7 @@ from lightning_hetero import __version__
 from lightning_hetero.core.report.analysis import RunFigures
 from lightning_hetero.core.report.lost_time import straggler_spans
 from lightning_hetero.core.report.run_record import RunRecord
+from lightning_hetero.core.whole_file import write_file
 from lightning_hetero.report.figures import Panel, bars, panels_of
 from lightning_hetero.report.run_file import problems_text
 from lightning_hetero.report.sections import Section, sections_of, tiles_of
@@ -39,7 +38,7 @@ def write_report(run: RunRecord, path: str | Path) -> None:
     Raises:
         OSError: if it cannot be written.
     """
-    _replace(Path(path), page_of(run).encode("utf-8", "replace"))
+    write_file(path, page_of(run).encode("utf-8", "replace"))
 
 
 def write_picture(run: RunRecord, path: str | Path) -> None:
@@ -52,29 +51,11 @@ def write_picture(run: RunRecord, path: str | Path) -> None:
     panels = panels_of(run, round_series(run))
     over_steps = [*panels.get("timeline", [])[:1], *panels.get("steps", [])]
     below = [bars(run, figures)] if figures.workers else []
-    _replace(Path(path), picture_bytes(over_steps or [Panel(_nothing)], below, verdict(figures)))
+    write_file(path, picture_bytes(over_steps or [Panel(_nothing)], below, verdict(figures)))
 
 
 def _nothing(axes: object) -> None:
     """Draw nothing: no step was timed."""
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file that is whole or not there, whatever happens meanwhile."""
-    if path.exists() and not path.is_file():  # a pipe or /dev/stdout
-        path.write_bytes(content)
-        return
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def page_of(run: RunRecord) -> str:

@@ -15,6 +15,7 @@ import pytest
 from lightning_hetero import cli
 from lightning_hetero.simulate.planning import Given, plan_cluster, read_cluster, simulate_cluster
 from lightning_hetero.simulate.planning.units import parse_model
+from tests.learned import knowing
 
 B = ["B", "--workload", "resnet50-imagenet", "--total-batch", "1024", "--link", "10Gbit"]
 
@@ -430,6 +431,18 @@ def test_a_cluster_may_come_through_a_pipe(run, tmp_path):
     writer = threading.Thread(target=pipe.write_text, args=("workload: bert-squad\nworkers: [2 x A100]\n",))
     writer.start()
     code, text, _ = run("plan", str(pipe))
+    writer.join()
+    assert code == 0
+    assert "2 workers" in text
+
+
+def test_the_state_of_a_planner_may_come_through_a_pipe(run, tmp_path):
+    state = knowing({"one": (1e-3, 0.01, 2e-3, 0.02), "two": (3e-3, 0.01, 6e-3, 0.02)}).state_dict()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=(json.dumps(state),))
+    writer.start()
+    code, text, _ = run("plan", str(pipe), "--total-batch", "64", "--link", "inf")
     writer.join()
     assert code == 0
     assert "2 workers" in text

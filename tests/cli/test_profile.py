@@ -240,6 +240,14 @@ def test_the_total_is_that_of_the_script(profile, tmp_path):
     assert json.loads((tmp_path / "device.json").read_text())["total_batch_size"] == 24
 
 
+@pytest.mark.parametrize("answer", ["{", "[1]", '{"name": "gpu"}', "[" * 9000])
+def test_an_answer_that_cannot_be_read_is_an_error(profile, answer):
+    begin = FAKE.index("rows =")
+    code, _, errors = profile(f"{FAKE[:begin]}open(order['report'], 'w').write({answer!r})")
+    assert code == 1
+    assert "gave an answer that cannot be read" in errors
+
+
 def test_a_script_that_takes_too_long_is_ended(profile):
     code, _, errors = profile("import time; time.sleep(100)", "--timeout", "1")
     assert code == 1

@@ -23,7 +23,8 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_hetero import HeteroDDPStrategy, HeteroElasticStrategy
 from lightning_hetero.core import DamagedCheckpointError
-from lightning_hetero.strategies._checkpoints.whole_files import damage_of, read_or_fall_back, write_whole
+from lightning_hetero.core.whole_file import damage_of
+from lightning_hetero.strategies._checkpoints.whole_files import read_or_fall_back, write_whole
 from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as FabricStrategy
 from tests.helpers import Points, fit, run_ranks
 
@@ -228,7 +229,7 @@ def test_a_record_that_seems_compressed_is_named(kind, tmp_path):
 
 
 def test_a_record_is_read_to_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning_hetero.strategies._checkpoints.whole_files.CHUNK", 1000)
+    monkeypatch.setattr("lightning_hetero.core.whole_file.CHUNK", 1000)
     path = tmp_path / "a.ckpt"
     weights = torch.full((10_000,), 0.5)
     write_whole({"weights": weights}, path)

@@ -11,8 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_hetero.core.checkpoint_state import CHECKSUMS, changed_since, with_checksums
 from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.validation import check_int, check_number
+from lightning_hetero.core.whole_file import write_file
 
 __all__ = ["ConvergenceProfile"]
 
@@ -59,32 +61,41 @@ class ConvergenceProfile:
 
     def to_json(self) -> str:
         """Return the profile as text."""
-        return json.dumps({"format": PROFILE_FORMAT, **asdict(self)}, indent=1)
+        return json.dumps(with_checksums({"format": PROFILE_FORMAT, **asdict(self)}), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "ConvergenceProfile":
         """Read the profile that :meth:`to_json` wrote.
 
         Raises:
-            ValueError: if the text is not a profile, or has another format version.
+            ValueError: if the text is not a profile, has changed since it was written, or has another format version.
         """
         try:
             fields: dict[str, Any] = json.loads(text)
-            version = fields.pop("format")
+            version = fields["format"]
             known = {name: fields[name] for name in ("min_total", "max_total", "baseline", "points")}
             if version != PROFILE_FORMAT:
                 raise ValueError(f"it has format {version!r}, but {PROFILE_FORMAT} is read")
-            return cls(**known)
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            profile = cls(**known)
+            if (changed := changed_since(fields)) is not None:
+                raise ValueError(f"{changed} has changed since it was written; without {CHECKSUMS!r} it is read")
+            return profile
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"this is no convergence profile ({error!r}). Make one by profiling.") from error
 
     def save(self, path: str | Path) -> None:
-        """Write the profile to a file, atomically."""
-        part = Path(path).with_suffix(".part")
-        part.write_text(self.to_json() + "\n", encoding="utf-8")
-        part.replace(path)
+        """Write the profile to a file, whole or not at all."""
+        write_file(path, f"{self.to_json()}\n".encode())
 
     @classmethod
     def load(cls, path: str | Path) -> "ConvergenceProfile":
-        """Read the profile from a file."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        """Read the profile from a file.
+
+        Raises:
+            OSError: if the file cannot be read.
+            ValueError: as for :meth:`from_json`; the message names the file.
+        """
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error

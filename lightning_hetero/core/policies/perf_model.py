@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from lightning_hetero.core.batching.optperf import solve_optperf
 from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.checkpoint_state import check_checksums, with_checksums
 from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.newest_speed import since_change
 from lightning_hetero.core.observations import StepObservations
@@ -226,16 +227,22 @@ class PerfModelPlanner:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the time models by hardware identity, and the cluster's own coefficients."""
-        return {
+        state = {
             "times": self.times.state_dict(),
             "link": self.link.state_dict(),
             "residual": self.residual.state_dict(),
             "steps": float(self.steps),
             "arrivals": {identity: list(pair) for identity, pair in self.arrivals.items()},
         }
+        return with_checksums(state)
 
     def loaded(self, state: Mapping[str, Any]) -> "PerfModelPlanner":
-        """Return the planner restored from :meth:`state_dict`; a state of the former estimator is ignored."""
+        """Return the planner restored from :meth:`state_dict`; a state of the former estimator is ignored.
+
+        Raises:
+            DamagedCheckpointError: if the state has changed since it was saved.
+        """
+        check_checksums(state, "the time models")
         if "profiles" in state:
             return PerfModelPlanner(settings=self.settings)
         return PerfModelPlanner(

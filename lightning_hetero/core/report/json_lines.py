@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from typing import Annotated, Any, get_args, get_origin
@@ -39,11 +40,11 @@ class RecordError(ValueError):
 def as_line(record: Record) -> str:
     """Return a record as one line of JSON; what has its default value is left out.
 
-    Numbers have six digits, and times since the run began milliseconds.
+    Numbers have six digits, and times since the run began milliseconds. The last field is the checksum of the others.
 
     Example:
         >>> as_line(GainRecord(12.0, 0, 40, 0.2731234567, 0.241)).strip()
-        '{"kind":"gain","time":12.0,"epoch":0,"step":40,"before":0.273123,"after":0.241}'
+        '{"kind":"gain","time":12.0,"epoch":0,"step":40,"before":0.273123,"after":0.241,"crc":"79dfec4d"}'
     """
     values = asdict(record) if isinstance(record, RunHeader) else vars(record)
     kept = {one.name: values[one.name] for one in fields(record) if not _is_default(one, values[one.name])}
@@ -51,7 +52,27 @@ def as_line(record: Record) -> str:
     plain = _rounded(kept)
     if isinstance(plain.get("time"), float):
         plain["time"] = round(float(kept["time"]), 3)
-    return json.dumps(plain, separators=(",", ":"), allow_nan=False, ensure_ascii=False) + "\n"
+    text = json.dumps(plain, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    return f'{text[:-1]},"crc":"{_crc(text)}"}}\n'
+
+
+_CRC = re.compile(r',"crc":"([0-9a-f]{8})"}\s*$')
+
+
+def _crc(text: str) -> str:
+    """Return the checksum of a line as it is in a file, where what no encoding has is ``?``."""
+    return f"{zlib.crc32(text.encode(errors='replace')):08x}"
+
+
+def _check_crc(line: str) -> None:
+    """Check a line by its checksum; lines of earlier versions have none.
+
+    Raises:
+        RecordError: if it has changed since it was written.
+    """
+    found = _CRC.search(line)
+    if found and found[1] != _crc(line[: found.start()] + "}"):
+        raise RecordError("a line of the record has changed since it was written: its checksum is another one.")
 
 
 def _is_default(one: Any, value: Any) -> bool:
@@ -79,8 +100,8 @@ def from_line(line: str, workers: int = 0) -> Record | None:
         workers: number of workers, of which lists have one value each; 0 if it is not known.
 
     Raises:
-        RecordError: if the line is not a JSON object with the fields of its kind, a value is not of its field's type or
-            out of its range, or the schema is a newer one.
+        RecordError: if the line has changed since it was written, it is not a JSON object with the fields of its kind,
+            a value is not of its field's type or out of its range, or the schema is a newer one.
 
     Example:
         >>> from_line('{"kind":"gain","time":12.0,"epoch":0,"step":40,"before":0.27,"after":0.24}').after
@@ -98,10 +119,11 @@ def from_line(line: str, workers: int = 0) -> Record | None:
     if not isinstance(values, dict):
         raise RecordError(f"a line of the record is a {type(values).__name__}; it must be a JSON object.")
     kind = values.get("kind")
-    if not isinstance(kind, str) or kind not in _KINDS:
-        return None
     if kind == "run":
         _check_version(values.get("version"))
+    _check_crc(line)
+    if not isinstance(kind, str) or kind not in _KINDS:
+        return None
     try:
         record: Record = _object(_KINDS[kind], values, "", workers)
     except _WrongError as error:

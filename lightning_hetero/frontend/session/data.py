@@ -2,13 +2,18 @@
 
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+from lightning_hetero.core.checkpoint_state import CHECKSUMS, check_checksums, check_tensors, reading_state
 from lightning_hetero.core.policies.base import Planner
+from lightning_hetero.core.validation import check_int
 from lightning_hetero.data.index_stream import IndexStream
 from lightning_hetero.data.streams.source import SampleStream
 from lightning_hetero.data.units.sources import LoaderSet
 from lightning_hetero.engine import HeteroEngine
 
-__all__ = ["SavedStream", "SessionData", "Stream"]
+__all__ = ["INTERVAL_CHECKSUMS", "SavedStream", "SessionData", "Stream"]
+
+INTERVAL_CHECKSUMS = "interval_checksums"
+"""Key of the checksums of what all ranks were asked for, apart from those of the state that it is added to."""
 
 Stream: TypeAlias = IndexStream | SampleStream | LoaderSet
 """Training data: an order of samples that ranks share, or a loader's stream."""
@@ -55,8 +60,10 @@ class SessionData:
             return
         if self.restored is not None:
             self._engine.data.plans.forget_running()
-            self._engine.load_state_dict(self.restored["engine"])
-            self._engine.data.streams.add_shards(self.restored.get("shards", {}))
+            with reading_state("the plans, and the place in the training data"):
+                check_tensors("sums", self.restored["engine"].get("staleness", {}).get("sums", {}))
+                self._engine.load_state_dict(self.restored["engine"])
+                self._engine.data.streams.add_shards(self.restored.get("shards", {}))
         self._engine.resume_at(epoch, step)
         engine = self._engine
         if isinstance(self.stream, SampleStream):
@@ -74,7 +81,17 @@ class SessionData:
             )
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take the state that the first pass resumes from."""
+        """Take the state that the first pass resumes from.
+
+        Raises:
+            DamagedCheckpointError: if it has changed since it was saved.
+            CheckpointStateError: if it lacks something.
+        """
+        for key in (CHECKSUMS, INTERVAL_CHECKSUMS):
+            check_checksums(state, "the session", key)
+        with reading_state("the session"):
+            for name in ("epoch", "step"):
+                check_int(name, state[name], minimum=0)
         self.restored = state
         self._restore_order()
 
@@ -92,10 +109,14 @@ class SessionData:
 
     def _restore_order(self) -> None:
         """Restore the order of the samples in the run of the loaded state."""
-        order = None if self.restored is None else self.restored["stream"]
-        if order is not None and self.restored is not None and isinstance(self.stream, SavedStream):
-            self.stream.load_state_dict(order, int(self.restored["epoch"]))
+        if self.restored is None:
+            return
+        with reading_state("the order of the samples"):
+            order = self.restored["stream"]
+            if order is not None and isinstance(self.stream, SavedStream):
+                self.stream.load_state_dict(order, int(self.restored["epoch"]))
 
-    def order(self, epoch: int) -> dict[str, Any] | None:
-        """Return the order of a pass, as far as it has to be saved."""
-        return self.stream.state_dict(epoch) if isinstance(self.stream, SavedStream) else None
+    def state_dict(self, epoch: int, step: int) -> dict[str, Any]:
+        """Return a position, the state of the engine, and the order of the pass as far as it has to be saved."""
+        order = self.stream.state_dict(epoch) if isinstance(self.stream, SavedStream) else None
+        return {"epoch": epoch, "step": step, "engine": self._engine.state_dict(), "stream": order}

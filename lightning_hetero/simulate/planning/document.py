@@ -1,7 +1,9 @@
 """YAML or JSON whose errors name the line, what is allowed, and the nearest allowed name."""
 
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -88,6 +90,21 @@ class Entry:
             raise self.error("give a list here, one element a line, each after a hyphen.")
         for i, node in enumerate(self.node.value):
             yield Entry(node, self.file, f"{self.where}[{i}]")
+
+    def plain(self) -> Any:
+        """Return plain values as JSON writes them; text that is no JSON stays text.
+
+        Raises:
+            RecursionError: if a list or mapping contains itself.
+        """
+        if self.is_mapping:
+            return {str(key.value): Entry(value, self.file, self.where).plain() for key, value in self.pairs()}
+        if self.is_list:
+            return [each.plain() for each in self.elements()]
+        if not self.node.style:  # not in quotes
+            with suppress(ValueError):
+                return json.loads(self.text())
+        return self.text()
 
     def keys(self) -> list[str]:
         """Return the keys of a mapping, as they are written."""

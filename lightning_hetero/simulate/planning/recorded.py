@@ -7,20 +7,25 @@ Version 1 of the format is::
      "gamma": 0.12, "t_o": 0.03, "t_u": 0.01, "total_batch_size": 256, "gradient_bytes": 102400000}
 
 ``memory``, ``error``, ``jitter`` and ``price`` of a worker, the total and the bytes may be missing or ``null``. ``t_o``
-and ``t_u`` are those of as many workers as there are, or of ``measured_on``. The state of a
+and ``t_u`` are those of as many workers as there are, or of ``measured_on``. A file that is written has ``checksums``
+too; without them, it may be edited. The state of a
 :class:`~lightning_hetero.core.policies.perf_model.PerfModelPlanner` is read, too.
 """
 
-import json
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lightning_hetero.core.checkpoint_state import CHECKSUMS, changed_since, with_checksums
 from lightning_hetero.simulate.planning.cluster import Cluster, Link, Worker
 from lightning_hetero.simulate.planning.document import Entry
 from lightning_hetero.simulate.planning.units import MOST_NUMBER, parse_count, parse_number
+
+if TYPE_CHECKING:
+    from lightning_hetero.core.timing.filters.time_posterior import TimePosterior
+    from lightning_hetero.core.timing.link_times import LinkTimes
 
 __all__ = ["VERSION", "WORKER_KEYS", "is_planner_state", "of_planner_state", "of_record", "record", "worker_of"]
 
@@ -39,7 +44,7 @@ def record(cluster: Cluster) -> dict[str, Any]:
     """
     t_o, t_u = cluster.link.times(len(cluster.workers))
     workers = [{name: getattr(worker, name) for name in WORKER_KEYS} for worker in cluster.workers]
-    return {
+    values = {
         "version": VERSION,
         "workers": [{name: value for name, value in entry.items() if value is not None} for entry in workers],
         "gamma": cluster.link.gamma,
@@ -49,6 +54,7 @@ def record(cluster: Cluster) -> dict[str, Any]:
         "total_batch_size": cluster.total_batch_size,
         "samples": cluster.samples,
     }
+    return with_checksums(values)
 
 
 def of_record(entry: Entry) -> Cluster:
@@ -57,7 +63,9 @@ def of_record(entry: Entry) -> Cluster:
     Raises:
         DocumentError: if something in it is wrong; the line is named.
     """
-    fields = entry.fields(KEYS, ("version", "workers"))
+    fields = entry.fields((*KEYS, CHECKSUMS), ("version", "workers"))
+    if CHECKSUMS in fields:
+        _check(entry)
     if fields["version"].text() != str(VERSION):
         raise fields["version"].error(f"version {fields['version'].text()} is unknown; this package reads {VERSION}.")
     workers = tuple(worker_of(each) for each in fields["workers"].elements())
@@ -97,6 +105,23 @@ def worker_of(entry: Entry) -> Worker:
         raise entry.error(str(error)) from None
 
 
+def _check(entry: Entry) -> dict[str, Any]:
+    """Return the values of a mapping, none of which has changed since it was written.
+
+    Raises:
+        DocumentError: if one has.
+    """
+    try:
+        values: dict[str, Any] = entry.plain()
+    except RecursionError:
+        raise entry.error("a list or a mapping in it contains itself, or is nested too deeply.") from None
+    if (name := changed_since(values)) is not None:
+        raise entry.error(
+            f"{name!r} has changed since the file was written. If that was intended, delete {CHECKSUMS!r} in it."
+        )
+    return values
+
+
 def is_planner_state(entry: Entry) -> bool:
     """Return whether the file holds the state of a planner."""
     return {"times", "link"} <= set(entry.keys())
@@ -111,22 +136,31 @@ def of_planner_state(entry: Entry) -> Cluster:
     from lightning_hetero.core.timing.filters.time_posterior import TimePosterior
     from lightning_hetero.core.timing.link_times import LinkTimes
 
+    state = _check(entry)
     try:
-        state = json.loads(Path(entry.file).read_text(encoding="utf-8"))
-        posterior, link = TimePosterior.from_state_dict(state["times"]), LinkTimes.from_state_dict(state["link"])
-        times = posterior.times(posterior.names)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        with np.errstate(all="ignore"):  # what is not finite is refused as a worker's time
+            posterior, link = TimePosterior.from_state_dict(state["times"]), LinkTimes.from_state_dict(state["link"])
+            return _learned_cluster(posterior, link, Path(entry.file).stem)
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise entry.error(f"this is no state of a time model, or an empty one ({error!r}).") from None
-    workers = []
-    for i, name in enumerate(posterior.names):
+
+
+def _learned_cluster(posterior: "TimePosterior", link: "LinkTimes", name: str) -> Cluster:
+    """Return the cluster of learned times.
+
+    Raises:
+        ArithmeticError, ValueError: if a time is none that a worker can have.
+    """
+    times, workers = posterior.times(posterior.names), []
+    for i, worker in enumerate(posterior.names):
         size = float(posterior.seen[i].mean())
         at = np.array([size, 1.0, size, 1.0])
         seconds = float(times.mean[i] @ at)
         off = float(np.sqrt(max(at @ times.covariance[i] @ at, 0.0))) / seconds
         q, s, k, m = np.maximum(times.mean[i], 0.0).tolist()
-        workers.append(Worker(name, q, s, k, m, error=off, jitter=float(np.sqrt((times.jitter[i] ** 2).mean()))))
+        workers.append(Worker(worker, q, s, k, m, error=off, jitter=float(np.sqrt((times.jitter[i] ** 2).mean()))))
     count = max(link.sync, default=1)
     t_o, t_u = (level.value for level in link.sync[count]) if link.sync else (0.0, 0.0)
     gamma = min(max(link.gamma.value, 0.0), 1.0)
     learned = Link(gamma=gamma, t_o=max(t_o, 0.0), t_u=max(t_u, 0.0), measured_on=count)
-    return Cluster(tuple(workers), learned, name=Path(entry.file).stem)
+    return Cluster(tuple(workers), learned, name=name)

@@ -4,12 +4,8 @@ import functools
 import importlib
 import io
 import logging
-import lzma
 import os
-import zipfile
-import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +15,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_hetero.core.checkpoint_state import DamagedCheckpointError
+from lightning_hetero.core.whole_file import damage_of, write_file
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
@@ -38,19 +35,13 @@ else:
 
 T = TypeVar("T")
 
-__all__ = ["WholeFilesMixin", "damage_of", "read_or_fall_back", "write_whole"]
+__all__ = ["WholeFilesMixin", "read_or_fall_back", "write_whole"]
 
 log = logging.getLogger("lightning_hetero")
 
 SUFFIX = ".ckpt"
 LAST = "last"
 """Beginning of the names of files that always stand for the newest checkpoint."""
-UNREADABLE = (zipfile.BadZipFile, RuntimeError, ValueError, OSError, EOFError, zlib.error, lzma.LZMAError)
-"""Errors of reading a damaged archive."""
-FOLDER = 0x10
-"""Attribute of a folder in an archive."""
-CHUNK = 1 << 22
-"""Bytes that are read at a time to compare them with their checksum."""
 
 
 class WholeFilesMixin(Strategy):
@@ -134,23 +125,7 @@ def write_whole(checkpoint: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     content = io.BytesIO()
     torch.save(checkpoint, content)
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(content.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise
-    with suppress(OSError):  # not every file system can sync a folder
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    write_file(path, content.getbuffer())
 
 
 def read_or_fall_back(load: Callable[[str | os.PathLike[str]], T], path: str | os.PathLike[str]) -> T:
@@ -193,46 +168,3 @@ def _whole_beside(path: Path) -> list[Path]:
     others = [one for one in path.parent.glob(f"*{SUFFIX}") if one != path and one.is_file()]
     newest = sorted(others, key=lambda one: (one.stat().st_mtime_ns, one.name), reverse=True)
     return list(islice((one for one in newest if not damage_of(one)), 5))
-
-
-def damage_of(path: Path) -> str:
-    """Return what is wrong with a torch file, by the directory of its archive and by its checksums; ``""`` if nothing.
-
-    The older format has neither, and passes. So do contents that were saved without checksums, see
-    ``torch.serialization.set_crc32_options``.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp(), "a.ckpt")
-        >>> torch.save(torch.zeros(1000), path)
-        >>> damage_of(path)
-        ''
-        >>> content = bytearray(path.read_bytes())
-        >>> content[1500] ^= 1
-        >>> path.write_bytes(content) > 0
-        True
-        >>> damage_of(path)
-        "a/data/0: Bad CRC-32 for file 'a/data/0'"
-    """
-    with path.open("rb") as file:
-        if file.read(2) == b"\x80\x02":
-            return ""
-    record = "its directory"
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for one in archive.infolist():
-                record = one.filename
-                if one.external_attr & FOLDER:
-                    return f"{record} is marked as a folder, which torch reads as zeros"
-                if one.CRC:
-                    _read_all(archive, one)
-    except UNREADABLE as error:
-        return f"{record}: {error}"
-    return ""
-
-
-def _read_all(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
-    """Read a record to its end, where its checksum is compared."""
-    with archive.open(record) as file:
-        while file.read(CHUNK):
-            pass

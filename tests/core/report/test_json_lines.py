@@ -71,7 +71,7 @@ def test_infinite_numbers_become_unknown():
 
 def test_defaults_take_no_room():
     assert set(json.loads(as_line(RoundRecord(1.0, 0, 1, 2, 3, (1, 2))))) == {
-        *("kind", "time", "epoch", "step", "count", "timed", "sizes")
+        *("kind", "time", "epoch", "step", "count", "timed", "sizes", "crc")
     }
 
 
@@ -185,3 +185,12 @@ def test_a_list_has_one_value_per_worker():
         with pytest.raises(RecordError, match=says):
             from_line(json.dumps(line | {name: value}), 2)
     assert from_line(json.dumps(line | {"data": [], "sample": []}), 2).data == ()
+
+
+def test_a_line_that_changed_is_not_read_and_one_without_a_checksum_is():
+    line = as_line(ChangeRecord(1.0, 0, 1, (1, 30), "über", 0.25))
+    assert from_line(line).predicted == 0.25
+    with pytest.raises(RecordError, match="has changed since it was written"):
+        from_line(line.replace("0.25", "0.26"))
+    without = re.sub(r',"crc":"\w+"', "", line)
+    assert from_line(without.replace("0.25", "0.26")).predicted == 0.26

@@ -39,6 +39,7 @@ Array = npt.NDArray[np.float64]
 Rows = slice | list[int]
 
 _ARRAYS = ("mean", "covariance", "weight", "jitter", "seen")
+_BY_FILTER = ("mean", "covariance", "weight")  # first by filter, then by worker
 _KEYS = {"jitter": "scatter"}  # names in checkpoints, where they differ
 
 
@@ -238,7 +239,11 @@ class TimePosterior:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any], settings: EstimatorSettings | None = None) -> "TimePosterior":
-        """Return the posterior restored from :meth:`state_dict`; an empty one if it had another number of filters."""
+        """Return the posterior restored from :meth:`state_dict`; an empty one if it had another number of filters.
+
+        Raises:
+            ValueError: if an array has another shape, or a number is not finite.
+        """
         settings = settings or EstimatorSettings()
         known = {name: worker for name, worker in state.items() if len(worker["weight"]) == len(settings.walks)}
         if not known:
@@ -247,7 +252,12 @@ class TimePosterior:
             name: np.array([worker[_KEYS.get(name, name)] for worker in known.values()], dtype=float)
             for name in _ARRAYS
         }
-        for key in ("mean", "covariance", "weight"):  # by filter, then by worker
+        filters, empty = (len(settings.walks),), cls()
+        for name, array in arrays.items():
+            shape = (filters if name in _BY_FILTER else ()) + getattr(empty, name).shape[1 + (name in _BY_FILTER) :]
+            if array.shape[1:] != shape or not np.isfinite(array).all():
+                raise ValueError(f"{name} of a worker has to be finite numbers of shape {shape}")
+        for key in _BY_FILTER:
             arrays[key] = np.ascontiguousarray(arrays[key].swapaxes(0, 1))
         return cls(tuple(known), **arrays, settings=settings)
 

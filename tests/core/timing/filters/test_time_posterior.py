@@ -354,6 +354,18 @@ def test_state_of_other_filters_is_learned_anew():
     assert TimePosterior.from_state_dict(state, plain()) == TimePosterior(settings=plain())
 
 
+@pytest.mark.parametrize("key", ["mean", "covariance", "weight", "scatter", "seen"])
+def test_state_of_another_shape_or_without_numbers_is_an_error(key):
+    state = seen(steps(THETA, (16, 16, 16))).state_dict()
+    first = np.asarray(state["a"][key])
+    for wrong in (first.ravel()[:-1], first + np.nan, first + np.inf, first[None], "text", None, [[1.0], 2.0]):
+        other = {name: {**one, key: wrong} for name, one in state.items()}
+        if key == "weight" and len(wrong if isinstance(wrong, str | list) else np.atleast_1d(wrong)) != len(first):
+            continue  # that is another number of filters
+        with pytest.raises((ValueError, TypeError)):
+            TimePosterior.from_state_dict(other)
+
+
 def test_observing_leaves_the_posterior_as_it_was():
     posterior = seen(steps(THETA, (16, 16, 16)))
     copy = replace(posterior, **{n: getattr(posterior, n).copy() for n in ("mean", "covariance", "weight", "jitter")})
