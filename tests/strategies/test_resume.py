@@ -299,6 +299,46 @@ def test_plain_ddp_trains_on_from_our_checkpoints(saved, new_size):
         assert [seen[0][0] for seen in resumed] == [result["ddp", place][0][0] for result in results]
 
 
+TOTAL, EPOCH = 8, 6
+"""Samples of a step on any number of ranks, and the steps of an epoch of 48 samples."""
+
+
+def _whole_runs(rank, folder):
+    return {name: _at_total(rank, name, 2, **checkpoints(folder / name, every_n_train_steps=3)) for name in SAMPLES}
+
+
+def _at_total(rank, strategy, world_size, **kwargs):
+    warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+    return fit(rank, strategy, world_size, TOTAL // world_size, dataset=Points(48), max_epochs=3, **kwargs)["weights"]
+
+
+def _rests(rank, strategy, world_size, paths):
+    return [_at_total(rank, strategy, world_size, ckpt_path=path) for path in paths]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Weights of a run under hetero_ddp and of one under plain DDP, and the paths of their checkpoints by step."""
+    folder = tmp_path_factory.mktemp("whole")
+    weights = run_ranks(_whole_runs, 2, folder)[0]
+    steps = (3, EPOCH, EPOCH + 3)
+    return weights, {(n, s): str(next((folder / n).glob(f"*-step={s}.ckpt"))) for n in SAMPLES for s in steps}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "new_size"), [("hetero_ddp", 1), ("hetero_ddp", 2), ("hetero_ddp", 4), ("ddp", 1), ("ddp", 4)]
+)
+def test_weights_are_those_of_the_run_without_a_break(whole, strategy, new_size):
+    """Ours from any step; from and to plain DDP, whose checkpoints say nothing of samples, from the end of an epoch."""
+    weights, paths = whole
+    saved = [(name, step) for name, step in paths if step == EPOCH or name == strategy == "hetero_ddp"]
+    assert len(saved) == (4 if strategy == "hetero_ddp" else 2)
+    for resumed in run_ranks(_rests, new_size, strategy, new_size, [paths[one] for one in saved]):
+        for rest in resumed:
+            np.testing.assert_allclose(rest, weights["hetero_ddp"], rtol=1e-9, atol=1e-12)
+            np.testing.assert_allclose(rest, weights["ddp"], rtol=1e-9, atol=1e-12)
+
+
 def _resume_from(rank, paths):
     return fit(rank, "hetero_ddp", 2, 5, dataset=Points(N), ckpt_path=paths[rank])
 
