@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from lightning_hetero.accelerate import HeteroAccelerator
+from lightning_hetero.accelerate.checkpoint_folder import TRAINER_STATE, begin_folder, end_folder
 from lightning_hetero.accelerate.plugin import SWITCH
 from lightning_hetero.comm.agreement.notices import Notices
 from lightning_hetero.core.no_effect import NoEffect
@@ -178,9 +179,47 @@ class TrainerAccelerator(HeteroAccelerator):
 
     # checkpoints, which are the trainer's own
 
+    @contextmanager
+    def writing(self, folder: str, state: Any) -> Iterator[None]:
+        """Let a trainer write a checkpoint; its checksums are taken as soon as the trainer's state, its last, is there.
+
+        Only then may the trainer delete older checkpoints.
+
+        Args:
+            folder: the folder of the checkpoint.
+            state: state of the trainer, which it saves by ``save_to_json``.
+        """
+        if not self.is_main_process:
+            yield
+            return
+        begin_folder(folder)
+        save = state.save_to_json
+
+        def save_to_json(path: str) -> None:
+            save(path)
+            end_folder(folder)
+
+        vars(state)["save_to_json"] = save_to_json
+        try:
+            yield
+        finally:
+            del vars(state)["save_to_json"]
+
+    def whole_checkpoint(self, given: str | bool, output: str | None) -> str | bool:
+        """Return the checkpoint to resume from: the given one if it is whole, or for ``True`` the newest whole one.
+
+        A collective call.
+
+        Raises:
+            DamagedCheckpointError: if there is none.
+        """
+        if given is True and output is not None:
+            return self._whole_newest(output, (TRAINER_STATE,)) or given
+        return self._whole(str(given)) or given
+
     def save_beside(self, folder: str) -> None:
         """Write the plans and what was learned into the folder of a checkpoint; a collective call."""
-        self._save_hetero([], [], folder)
+        self._save_session(folder)
 
     def resume_from(self, folder: str) -> None:
         """Go on from the plans of a checkpoint, if it has any; a collective call."""

@@ -9,6 +9,7 @@ over ``W`` ranks then has the weight 1 for what is divided by ``N`` and ``s`` fo
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -169,13 +170,31 @@ class HeteroTrainer(module.Trainer):
         with _as_one_process(self.args):
             return super().prediction_step(*args, **kwargs)
 
-    # logs and checkpoints
+    # checkpoints
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as ``Trainer`` does; logs of the training get the newest metrics ``hetero/...``."""
-        if self._hetero is not None and not {"loss", "train_loss"}.isdisjoint(logs):
-            logs.update(self._hetero.take_metrics())
-        super().log(logs, *args, **kwargs)
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as ``Trainer`` does; a checkpoint to resume from has to be whole.
+
+        Raises:
+            DamagedCheckpointError: if a file of it has changed since it was saved. With
+                ``resume_from_checkpoint=True``, training resumes from the newest whole one instead.
+        """
+        if self._hetero is not None and resume_from_checkpoint:
+            resume_from_checkpoint = self._hetero.whole_checkpoint(resume_from_checkpoint, self.args.output_dir)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self._hetero is None or self.args.save_only_model:
+            super()._save_checkpoint(model, trial)
+            return
+        name = f"{module.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        with self._hetero.writing(str(Path(self._get_output_dir(trial=trial), name)), self.state):
+            super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        if self._hetero is not None:  # the last file of each rank is there before rank 0 takes the checksums
+            self._hetero.wait_for_everyone()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -186,6 +205,14 @@ class HeteroTrainer(module.Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if self._hetero is not None and checkpoint is not None:
             self._hetero.resume_from(checkpoint)
+
+    # logs
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log as ``Trainer`` does; logs of the training get the newest metrics ``hetero/...``."""
+        if self._hetero is not None and not {"loss", "train_loss"}.isdisjoint(logs):
+            logs.update(self._hetero.take_metrics())
+        super().log(logs, *args, **kwargs)
 
 
 def hetero_trainer(cls: type, hetero_plugin: HeteroPlugin | None = None) -> type:

@@ -459,7 +459,7 @@ def test_a_broken_state_is_an_error_on_every_rank(tmp_path):
     (folder / "hetero_state.pt").write_bytes(b"broken")
     errors = ranks(_plain_state, 2, str(folder), "hetero", expect_errors=True)
     assert [rank for rank, *_ in errors] == [0, 1]
-    assert all("hetero_state.pt cannot be read" in text for *_, text in errors)
+    assert all("hetero_state.pt is not as it was written" in text for *_, text in errors)
 
 
 def _copies(rank):

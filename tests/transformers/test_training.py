@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import shutil
 import time
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import transformers
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero.accelerate import HeteroPlugin
+from lightning_hetero.accelerate.checkpoint_folder import damage_in
+from lightning_hetero.core import DamagedCheckpointError
 from lightning_hetero.transformers import HeteroTrainer, HeteroTrainingArguments, hetero_trainer
 from lightning_hetero.transformers.requirements import check_trainer
 from tests.helpers import collected, run_ranks
@@ -151,6 +154,54 @@ def test_a_plain_checkpoint_is_resumed(tmp_path):
 
     assert abs(run_ranks(run, 2)[0]["weights"] - one["weights"]).max() < 1e-6
     assert not list(Path(tmp_path).rglob("hetero_state.pt"))
+
+
+def test_a_checkpoint_that_changed_is_named_on_every_rank_or_passed_over(saved, tmp_path):
+    """The newest ones were damaged, edited, killed while they were written, or lack a file."""
+    folder, _, one, settings = saved
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    newest = [tmp_path / f"checkpoint-{step}" for step in (6, 5, 4, 3)]
+    content = bytearray((newest[0] / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (newest[0] / "model.safetensors").write_bytes(content)
+    state = (newest[1] / "trainer_state.json").read_text()
+    (newest[1] / "trainer_state.json").write_text(state.replace('"global_step": 5', '"global_step": 4'))
+    (newest[2] / "hetero_state.sha256").write_bytes(b"")
+    (newest[3] / "hetero_state.sha256").unlink()
+    (newest[3] / "trainer_state.json").unlink()
+
+    def run(rank):
+        told = io.StringIO()
+        logging.getLogger("lightning_hetero").addHandler(logging.StreamHandler(told))
+        with pytest.raises(DamagedCheckpointError) as error:
+            trainer_of(output_dir=str(tmp_path), **settings).train(resume_from_checkpoint=str(newest[0]))
+        resumed = trained(trainer_of(output_dir=str(tmp_path), **settings), resume_from_checkpoint=True)
+        return resumed, str(error.value), told.getvalue()
+
+    results = run_ranks(run, 2)
+    for resumed, error, _ in results:
+        assert resumed["steps"] == 6
+        assert abs(resumed["weights"] - one["weights"]).max() < 1e-6
+        assert "checkpoint-6 is not a whole checkpoint (model.safetensors is not as it was written)" in error
+        assert "The newest whole one beside it: checkpoint-5" not in error
+    assert f"the newest one beside it that is whole: {tmp_path / 'checkpoint-2'}" in results[0][2]
+
+
+def test_older_checkpoints_are_deleted_only_when_the_new_one_is_whole(tmp_path, monkeypatch):
+    rotate, whole = transformers.trainer.rotate_checkpoints, []
+
+    def watched(output_dir, **kwargs):
+        whole.append([damage_in(one) for one in Path(output_dir).glob("checkpoint-*")])
+        rotate(output_dir=output_dir, **kwargs)
+
+    def run(rank):
+        monkeypatch.setattr(transformers.trainer, "rotate_checkpoints", watched)
+        how = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "max_steps": 3}
+        trained(trainer_of(output_dir=str(tmp_path), **how))
+        return whole
+
+    assert run_ranks(run, 2)[0] == [[""], ["", ""], ["", ""]]
+    assert [one.name for one in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
 
 
 # evaluation

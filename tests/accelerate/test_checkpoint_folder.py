@@ -1,0 +1,136 @@
+"""Folders of checkpoints: what has changed since it was written is named, and the newest whole one is found."""
+
+import logging
+import os
+
+import pytest
+import torch
+
+from lightning_hetero.accelerate.checkpoint_folder import (
+    CHECKSUM_FILE,
+    STATE_FILE,
+    begin_folder,
+    damage_in,
+    end_folder,
+    newest_folder,
+    whole_folder,
+)
+from lightning_hetero.core import DamagedCheckpointError
+
+FILES = {"model.safetensors": b"weights" * 30, "optimizer.bin": b"state" * 30, "random_states_1.pkl": b"random" * 30}
+
+
+def written(folder, files=FILES):
+    begin_folder(folder)
+    torch.save({"epoch": 1}, folder / STATE_FILE)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    end_folder(folder)
+    return folder
+
+
+def flip(path, at=100, bit=1):
+    content = bytearray(path.read_bytes())
+    content[at] ^= bit
+    path.write_bytes(content)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def swap(path):
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+@pytest.mark.parametrize("name", [*FILES, STATE_FILE])
+@pytest.mark.parametrize("damage", [flip, cut, swap, os.remove])
+def test_a_file_that_changed_is_named(name, damage, tmp_path):
+    folder = written(tmp_path / "state")
+    assert damage_in(folder) == ""
+    damage(folder / name)
+    assert damage_in(folder) == f"{name} is {'missing' if damage is os.remove else 'not as it was written'}"
+
+
+def test_every_byte_and_every_end_of_the_checksums_matters(tmp_path):
+    folder = written(tmp_path / "state", {"model.safetensors": b"weights"})
+    path = folder / CHECKSUM_FILE
+    content = path.read_bytes()
+    for at in range(len(content)):
+        flip(path, at, 1 << at % 8)
+        assert damage_in(folder), at
+        path.write_bytes(content[:at])
+        assert damage_in(folder), at
+        path.write_bytes(content)
+    assert damage_in(folder) == ""
+
+
+def test_what_was_killed_while_it_was_written_is_not_whole(tmp_path):
+    folder = tmp_path / "state"
+    folder.mkdir()
+    assert damage_in(folder) == "it is empty"
+    begin_folder(folder)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    assert damage_in(folder) == "writing it was not finished"
+    written(folder)
+    begin_folder(folder)  # it is written a second time
+    assert damage_in(folder) == "writing it was not finished"
+
+
+def test_files_of_the_users_may_change(tmp_path):
+    folder = tmp_path / "state"
+    folder.mkdir()
+    (folder / "theirs.pt").write_bytes(b"before")
+    os.utime(folder / "theirs.pt", (1, 1))
+    (folder / "inside").mkdir()
+    written(folder, {**FILES, "config.json": b"{}", "inside/model.bin": b"another"})
+    for name in ("theirs.pt", "config.json", "later.bin", "inside/model.bin"):
+        (folder / name).write_bytes(b"now")
+    assert damage_in(folder) == ""
+
+
+def test_folders_without_checksums_are_read(tmp_path):
+    """Those of earlier versions, whose archive has some, and those of plain Accelerate."""
+    folder = written(tmp_path / "state")
+    (folder / CHECKSUM_FILE).unlink()
+    flip(folder / "model.safetensors")
+    assert damage_in(folder) == ""
+    cut(folder / STATE_FILE)
+    assert damage_in(folder).startswith(f"{STATE_FILE}: its directory: ")
+    (folder / STATE_FILE).unlink()
+    assert damage_in(folder) == ""
+
+
+@pytest.fixture
+def series(tmp_path):
+    for name in ("checkpoint-8", "checkpoint-9", "checkpoint-10", "best-11"):
+        written(tmp_path / name)
+    return tmp_path
+
+
+def test_the_newest_whole_folder_of_a_series_is_taken_with_a_warning(series, caplog):
+    assert newest_folder(series).name == "best-11"
+    assert whole_folder(series / "checkpoint-10") == series / "checkpoint-10"
+    flip(series / "checkpoint-10" / "model.safetensors")
+    flip(series / "checkpoint-9" / "optimizer.bin")
+    with caplog.at_level(logging.WARNING, "lightning_hetero"):
+        assert whole_folder(series / "checkpoint-10", newest=True) == series / "checkpoint-8"
+    (said,) = caplog.messages
+    assert f"{series / 'checkpoint-10'} is not a whole checkpoint (model.safetensors is not as it was written)" in said
+    assert said.endswith(f"the newest one beside it that is whole: {series / 'checkpoint-8'}")
+
+
+def test_a_folder_that_was_asked_for_by_name_is_an_error_that_names_a_whole_one(series, tmp_path):
+    cut(series / "checkpoint-10" / "model.safetensors")
+    with pytest.raises(DamagedCheckpointError, match="The newest whole one beside it: checkpoint-9"):
+        whole_folder(series / "checkpoint-10")
+    for name in ("checkpoint-8", "checkpoint-9"):
+        cut(series / name / "model.safetensors")
+    with pytest.raises(DamagedCheckpointError, match="The newest whole one beside it: none"):
+        whole_folder(series / "checkpoint-10", newest=True)
+
+
+def test_what_lacks_a_file_that_is_needed_is_not_whole(series):
+    (series / "checkpoint-9" / "trainer_state.json").write_text("{}")
+    end = whole_folder(series / "checkpoint-10", newest=True, needed=("trainer_state.json",))
+    assert end == series / "checkpoint-9"
