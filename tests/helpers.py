@@ -279,6 +279,19 @@ def fit(rank, strategy, world_size, batch_size, model=None, dataset=None, ckpt_p
     }
 
 
+def save_late(monkeypatch, checksums, limit=1.0):
+    """Let ``torch.save`` wait for checksums that must not be taken before, which is until the limit."""
+    save = torch.save
+
+    def late(*args, **kwargs):
+        end = time.monotonic() + limit
+        while time.monotonic() < end and not (checksums.is_file() and checksums.stat().st_size):
+            time.sleep(0.01)
+        save(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "save", late)
+
+
 def covered(results, epoch):
     """All sample indices that count, over all ranks, of one epoch."""
     return sorted(i for r in results for e, _, indices in r["seen"] if e == epoch for i in indices)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
 from lightning_hetero.core import CheckpointStateError, DamagedCheckpointError
-from tests.helpers import Points, run_ranks
+from tests.helpers import Points, run_ranks, save_late
 from tests.loops import flat, network
 
 FILES = ("model.safetensors", "optimizer.bin", "random_states_1.pkl")
@@ -30,7 +30,9 @@ def _edited(state):
     return state
 
 
-def _damaged(rank, folder):
+def _damaged(rank, folder, monkeypatch):
+    if rank == 1:
+        save_late(monkeypatch, Path(folder, "checkpoints", "checkpoint_1", "hetero_state.sha256"))
     said = []
     logging.getLogger("lightning_hetero").addHandler(handler := logging.Handler(logging.WARNING))
     handler.emit = lambda record: said.append(record.getMessage())
@@ -80,8 +82,8 @@ def _damaged(rank, folder):
     return weights, found
 
 
-def test_a_state_that_changed_is_named_on_every_rank_or_passed_over(tmp_path):
-    for rank, (weights, found) in enumerate(run_ranks(_damaged, 2, str(tmp_path))):
+def test_a_state_that_changed_is_named_on_every_rank_or_passed_over(tmp_path, monkeypatch):
+    for rank, (weights, found) in enumerate(run_ranks(_damaged, 2, str(tmp_path), monkeypatch)):
         np.testing.assert_array_equal(found["whole"][0], weights[2])
         assert found["whole"][1] == 0
         np.testing.assert_array_equal(found["newest"][0], weights[1])

@@ -17,7 +17,7 @@ from lightning_hetero.accelerate.checkpoint_folder import damage_in
 from lightning_hetero.core import DamagedCheckpointError
 from lightning_hetero.transformers import HeteroTrainer, HeteroTrainingArguments, hetero_trainer
 from lightning_hetero.transformers.requirements import check_trainer
-from tests.helpers import collected, run_ranks
+from tests.helpers import collected, run_ranks, save_late
 from tests.transformers.runs import Rows, arguments, bert, labelled, llama, of, padded, texts, trained
 
 Trainer = transformers.Trainer
@@ -192,10 +192,14 @@ def test_older_checkpoints_are_deleted_only_when_the_new_one_is_whole(tmp_path, 
 
     def watched(output_dir, **kwargs):
         whole.append([damage_in(one) for one in Path(output_dir).glob("checkpoint-*")])
+        if len(whole) == 1:
+            assert "rng_state_1.pth\n" in (tmp_path / "checkpoint-1" / "hetero_state.sha256").read_text()
         rotate(output_dir=output_dir, **kwargs)
 
     def run(rank):
         monkeypatch.setattr(transformers.trainer, "rotate_checkpoints", watched)
+        if rank == 1:
+            save_late(monkeypatch, tmp_path / "checkpoint-1" / "hetero_state.sha256")
         how = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "max_steps": 3}
         trained(trainer_of(output_dir=str(tmp_path), **how))
         return whole
