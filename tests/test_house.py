@@ -54,6 +54,7 @@ SUB_LAYERS = {
         *("noise", "link", "gradients"),
         *("collectives", "timing"),
         "agreement",
+        "failures",
     ),
 }
 

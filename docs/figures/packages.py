@@ -45,6 +45,7 @@ ROLES = {
     "comm.agreement": "sync rounds",
     "comm.collectives": "all-reduce, topology",
     "comm.compressors": "one file, one compressor",
+    "comm.failures": "who failed first",
     "comm.gradients": "DDP hook, weighting",
     "comm.link": "measured link",
     "comm.noise": "gradient norms",

@@ -5,24 +5,19 @@ needed. Ranks also note there that they have arrived at the end of a mega-batch;
 missing ones can be named.
 """
 
-import logging
-import queue
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch.distributed as dist
 
-from lightning_hetero.comm.agreement.group_lifetime import forget_keys
+from lightning_hetero.comm.failures.store_calls import StoreCalls
+from lightning_hetero.comm.failures.store_keys import forget_keys
 from lightning_hetero.core.validation import check_fields
 
 __all__ = ["BatchDispatcher", "ElasticWorkerError", "StorePatience", "job_store"]
-
-
-log = logging.getLogger("lightning_hetero")
 
 
 @dataclass(frozen=True)
@@ -64,69 +59,6 @@ def job_store() -> dist.Store:
     return store
 
 
-_Work: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]] | None]"
-
-
-class _Calls:
-    """Calls to a store that may never return, made in a separate thread: the caller can stop waiting.
-
-    A client of torch's store waits without bound for a server that is stopped.
-    """
-
-    def __init__(self, timeout: float, notice: float) -> None:
-        self.timeout, self.notice = timeout, min(notice, timeout)
-        self._work: _Work | None = None
-
-    def __call__(self, call: Callable[[], Any]) -> Any:
-        """Return what the call returns, or raise what it raises.
-
-        Raises:
-            TimeoutError: if the call does neither in time.
-        """
-        if self._work is None:
-            self._work = queue.SimpleQueue()
-            # a daemon, so that a process can end while a call does not return
-            threading.Thread(target=_serve, args=(self._work,), name="lightning_hetero-store", daemon=True).start()
-        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._work.put((call, answer))
-        try:
-            value = answer.get(timeout=self.notice)
-        except queue.Empty:
-            value = self._wait_on(answer)
-        if isinstance(value, Exception):
-            raise value
-        return value
-
-    def _wait_on(self, answer: "queue.SimpleQueue[Any]") -> Any:
-        rest = self.timeout - self.notice
-        if rest > 0:
-            log.warning(
-                "the job's store has not answered for %.0f s: the process that holds it (rank 0, or the launcher) "
-                "stands still. This worker waits for another %.0f s, then ends.",
-                *(self.notice, rest),
-            )
-            try:
-                return answer.get(timeout=rest)
-            except queue.Empty:
-                pass
-        raise TimeoutError(f"no answer within {self.timeout:.0f} s")
-
-    def close(self) -> None:
-        """End the thread until the next call."""
-        if self._work is not None:
-            self._work.put(None)
-        self._work = None
-
-
-def _serve(work: "_Work") -> None:
-    while (item := work.get()) is not None:
-        call, answer = item
-        try:
-            answer.put(call())
-        except Exception as error:  # noqa: BLE001 - it belongs to the caller
-            answer.put(error)
-
-
 class BatchDispatcher:
     """Counter of claims and list of arrivals of one mega-batch at a time.
 
@@ -157,7 +89,7 @@ class BatchDispatcher:
     ) -> None:
         self.rank, self.world_size, self.patience = rank, world_size, patience
         longest = timeout.total_seconds() if timeout else patience.answer_seconds
-        self._calls = _Calls(longest, patience.notice_seconds) if world_size > 1 else None
+        self._calls = StoreCalls(longest, patience.notice_seconds) if world_size > 1 else None
         # Every rank makes its dispatchers in the same order, so its own count tells runs in one job apart.
         run = self._ask(lambda: store.add(f"lightning_hetero/elastic/runs/{rank}", 1))
         self._store = dist.PrefixStore(f"lightning_hetero/elastic/{run}", store)

@@ -69,14 +69,14 @@ class ElasticEngine:
         self.control = ControlPlane(rank, world_size, timeout=timeout)
         self.control.require_equal("the settings of the strategy", repr(config))
         self.dispatcher = BatchDispatcher(job_store(), rank, world_size, timeout=timeout)
-        self.pace = DevicePace(HostClock())
+        self.pace, self._resume = DevicePace(HostClock()), ResumePoint()
         self.merges, self.notices = list[MergeRecord](), Notices(rank == 0)
-        self.inside = self.diverged = False
+        self.inside = self.diverged = self._ends = False
         self.batch_sizes: tuple[int, ...] = ()
         self._merger, self._progress = ReplicaMerger(self.control, config.rule), MegaBatchProgress()
         self._layout: EpochLayout | None = None
         self._replica: Replica | None = None
-        self._resume, self._ends = ResumePoint(), False
+        self.control.failures.begin(job_store, self, lambda own: (*own.position, False))
 
     @property
     def rank(self) -> int:

@@ -115,7 +115,7 @@ class HeteroEngine(EngineData):
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Measure the backward pass inside, and average its gradients."""
-        with self.hook_state.backward():
+        with self.control.failures.explained(), self.hook_state.backward():
             self.observer.begin_backward()
             yield
             self.observer.end_backward()
@@ -149,6 +149,7 @@ class HeteroEngine(EngineData):
         self.hook_state.settle()
         if self.compression is not None:
             self.compression.close()
+        self.control.failures.end()
         ended(self.control, *self.hook_state.topologies)
 
     # sync rounds

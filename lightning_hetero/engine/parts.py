@@ -26,6 +26,7 @@ from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.data.step_share import StepSampler
+from lightning_hetero.elastic.batch_queue import job_store
 from lightning_hetero.engine.sync_rounds import SyncRounds
 from lightning_hetero.engine.training_data import TrainingData
 from lightning_hetero.engine.watch.watch import RunWatch
@@ -85,6 +86,7 @@ class EngineParts:
         watch = RunWatch(rank, world_size, device, records=bool(config.report))
         self.rounds = SyncRounds(self.control, self.data, self.observer, diagnosis, watch)
         self.notices, self.position = Notices(rank == 0), (0, 0)
+        self.control.failures.begin(job_store, self, lambda own: (*own.position, own.hook_state.backward_via_strategy))
 
     def restore_weights_by(self, put_back: Callable[[], None] | None) -> None:
         """Set the function that restores weights if a step runs with predicted ones; ``None`` if none does."""

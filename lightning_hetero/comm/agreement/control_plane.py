@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from lightning_hetero.comm.agreement.backends import new_group
 from lightning_hetero.comm.agreement.group_lifetime import ended, leave, leave_ended, on_end, run
+from lightning_hetero.comm.failures.failure_watch import FailureWatch
 from lightning_hetero.core.keywords import checked_keywords
 
 __all__ = ["ControlPlane", "PlanMismatchError", "check_digests"]
@@ -65,12 +66,16 @@ class ControlPlane:
         rank: this rank.
         world_size: number of ranks; with one, nothing is sent.
         timeout: longest wait for another rank.
+
+    Attributes:
+        failures: watch over the other ranks, which the owner of this control plane begins.
     """
 
     def __init__(self, rank: int, world_size: int, *, timeout: timedelta | None = None) -> None:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self._joined: Any = None
         self._closers = on_end(self)
+        self.failures = FailureWatch(rank, world_size, timeout)
         if world_size > 1:
             self.open()
             self._group.barrier().wait()  # no rank is busy any more with making or using what is left now

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Owner", "ended", "forget_keys", "free_group_last", "go_on", "leave", "leave_ended", "on_end", "run"]
+from lightning_hetero.comm.failures.store_keys import forget_keys
+
+__all__ = ["Owner", "ended", "free_group_last", "go_on", "leave", "leave_ended", "on_end", "run"]
 
 Closer = Callable[[], Any]
 
@@ -82,23 +84,6 @@ def leave(group: Any) -> None:
             dist.destroy_process_group(group)
             if first:
                 forget_keys(dist.distributed_c10d._get_default_store(), f"{group.group_name}/")
-
-
-def forget_keys(store: dist.Store, prefix: str) -> None:
-    """Delete the keys that begin so, which no rank reads any more; a store that cannot list its keys keeps them.
-
-    Example:
-        >>> store = dist.HashStore()
-        >>> store.set("run 1/a", ""), store.set("run 2/a", "")
-        (None, None)
-        >>> forget_keys(store, "run 1/")
-        >>> store.num_keys()
-        1
-    """
-    with suppress(AttributeError, RuntimeError):  # an older torch; a store that is gone
-        for key in store.list_keys():  # type: ignore[attr-defined]
-            if key.startswith(prefix):
-                store.delete_key(key)
 
 
 def free_group_last(model: DistributedDataParallel) -> None:

@@ -4,10 +4,10 @@ import functools
 import sys
 from typing import Any
 
+from lightning_hetero.comm.failures.failure import is_ordinary
+
 __all__ = ["ProcessEnd"]
 
-ORDINARY = (StopIteration, StopAsyncIteration, GeneratorExit)
-"""Exceptions by which loops end."""
 SYSTEM: Any = sys
 """The module, of which a function is replaced for a while."""
 
@@ -56,7 +56,7 @@ class ProcessEnd:
     def error(self) -> BaseException | None:
         """Error that ends the run, ``None`` if there is none."""
         for one in (_handled(), self._exit, _uncaught()):
-            if one is not None and not any(one is earlier for earlier in self._earlier) and not _is_ordinary(one):
+            if one is not None and not any(one is earlier for earlier in self._earlier) and not is_ordinary(one):
                 return one
         return None
 
@@ -70,7 +70,3 @@ def _uncaught() -> BaseException | None:
     """Return the exception that has reached the top of the interpreter last."""
     found: BaseException | None = getattr(sys, "last_value", None)
     return found
-
-
-def _is_ordinary(error: BaseException) -> bool:
-    return isinstance(error, ORDINARY) or (isinstance(error, SystemExit) and error.code in (None, 0))

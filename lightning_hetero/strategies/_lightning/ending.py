@@ -5,8 +5,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.comm.agreement.rank_monitor import RankMonitor
-from lightning_hetero.elastic.batch_queue import job_store
+from lightning_hetero.elastic import ElasticEngine
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.strategies._lightning.base import LightningMixin
 from lightning_hetero.strategies._lightning.signals import SharedSignals
@@ -28,6 +27,14 @@ class AloneMixin(LightningMixin):
     The other ranks are elsewhere and would not take part in its collectives. Lightning's collective calls then concern
     this rank only.
     """
+
+    engine: HeteroEngine | ElasticEngine | None
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks of the exception; in an error that follows from another rank's, name that rank."""
+        super().on_exception(exception)
+        if self.engine is not None and not self._told_together:
+            self.engine.control.failures.explain(exception)
 
     @property
     def _told_together(self) -> bool:
@@ -70,8 +77,6 @@ class EndingMixin(AloneMixin):
 
     engine: HeteroEngine | None
     _signals: SharedSignals | None = None
-    _monitor: RankMonitor | None = None
-    _at = (0, 0)
 
     def _share_signals(self) -> None:
         """Note signals from now on, before Lightning registers handlers."""
@@ -93,45 +98,22 @@ class EndingMixin(AloneMixin):
         super().on_train_start()
         if self._signals is not None:
             self._signals.start()
-        self._watch_ranks()
-
-    def _watch_ranks(self) -> None:
-        self._stop_watching()
-        engine = self.engine
-        if engine is not None and engine.world_size > 1:
-            hook = engine.hook_state
-            self._monitor = RankMonitor(
-                engine.rank,
-                engine.world_size,
-                job_store(),
-                lambda: (*self._at, hook.backward_via_strategy),
-            ).start()
-
-    def _stop_watching(self) -> None:
-        monitor, self._monitor = self._monitor, None
-        if monitor is not None:
-            monitor.stop()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Add our advice; an error of a call that waited for other ranks then names the rank they wait for."""
-        super().on_exception(exception)
+        """Correct Lightning's advice."""
         exception.args = tuple(_ours(part) if isinstance(part, str) else part for part in exception.args)
-        suspects = "" if self._monitor is None else self._monitor.suspects
-        if suspects and isinstance(exception, RuntimeError):
-            exception.args = (f"{exception}\nRanks were waiting for others. {suspects}.",)
+        super().on_exception(exception)
 
     def on_train_end(self) -> None:
         """Check losses and weights once more, and obey a signal that came after the last check."""
         super().on_train_end()
         if self.engine is not None:
             self.engine.health.finish()
-        self._stop_watching()
         if self._signals is not None:
             self._signals.finish()
 
     def teardown(self) -> None:
         """Restore Lightning's handlers."""
-        self._stop_watching()
         signals, self._signals = self._signals, None
         if signals is not None:
             signals.remove()

@@ -45,6 +45,7 @@ class UnevenStepsMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, Ending
     """
 
     config: HeteroConfig
+    engine: HeteroEngine | None
 
     # what users read
 
@@ -83,7 +84,7 @@ class UnevenStepsMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, Ending
                 timeout=self._timeout,
             )
         else:
-            go_on(self.engine.control, *self.engine.hook_state.topologies)
+            go_on(self.engine.control, self.engine.control.failures, *self.engine.hook_state.topologies)
         self._share_signals()
 
     def _check_module(self, engine: HeteroEngine) -> None:
@@ -117,7 +118,6 @@ class UnevenStepsMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, Ending
         assert self.engine is not None
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        self._at = trainer.current_epoch, batch_idx
         counted = self.engine.begin_step(trainer.current_epoch, batch_idx, batch)
         if counted == 0 and trainer._results is not None:
             trainer._results.batch_size = 0  # runs with weight 0: it must not count in logged means either
@@ -156,5 +156,6 @@ class UnevenStepsMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, Ending
     def teardown(self) -> None:
         """End the run; the engine stays: its plans can still be read, and a further run continues from them."""
         if self.engine is not None:
+            self.engine.control.failures.close()  # Lightning has told it of an exception, unless it is no failure
             self.engine.close()
         super().teardown()

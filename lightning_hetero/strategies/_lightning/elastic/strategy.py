@@ -148,6 +148,7 @@ class HeteroElasticMixin(ElasticStepsMixin, ElasticCheckpointMixin, WholeFilesMi
             )
         else:
             go_on(self.engine.control)
+        self.engine.control.failures.open()
         self._told = False
         if self._trainer_if_any is not None:
             sigterm_at_next_merge(self._trainer, self._end_at_next_merge)
@@ -256,4 +257,5 @@ class HeteroElasticMixin(ElasticStepsMixin, ElasticCheckpointMixin, WholeFilesMi
         if self.engine is not None:
             self.engine.dispatcher.close()
             ended(self.engine.control)
+            self.engine.control.failures.close()
         super().teardown()

@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -14,7 +15,9 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from lightning_hetero.comm.agreement import rank_monitor as monitor
+from lightning_hetero.comm.failures import rank_monitor as monitor
+from lightning_hetero.comm.failures.bulletin import Bulletin
+from lightning_hetero.comm.failures.failure import Failure
 from tests.helpers import Points, Regressor, covered, fit, run_ranks
 
 pytestmark = pytest.mark.alone
@@ -162,7 +165,9 @@ def _lasts_longer(rank, folder):
 @pytest.fixture
 def lines(monkeypatch):
     """What is said, while ranks are named and lost soon."""
-    monkeypatch.setattr(monitor, "SETTINGS", monitor.MonitorSettings(period_s=0.02, quiet_s=0.1, lost_s=1.5))
+    monkeypatch.setattr(
+        monitor, "SETTINGS", monitor.MonitorSettings(period_s=0.1, poll_s=0.02, quiet_s=0.3, lost_s=1.5)
+    )
     logger, lines = logging.getLogger("lightning_hetero"), []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -185,10 +190,14 @@ def of(lines, words):
     return [line for line in list(lines) if words in line]
 
 
+def watching(rank, world_size, store, progress, lost=lambda failure: None):
+    return monitor.RankMonitor(Bulletin(rank, world_size, store), progress, lost)
+
+
 def test_a_busy_rank_is_named_again_ever_later_until_it_goes_on_and_is_never_lost(lines):
     store, busy, lost = dist.HashStore(), [True], []
     progress = lambda: (0, 3, True), lambda: (0, 3, not busy[0])  # noqa: E731
-    watch = [monitor.RankMonitor(rank, 2, store, progress[rank], lost.append).start() for rank in range(2)]
+    watch = [watching(rank, 2, store, progress[rank], lost.append).start() for rank in range(2)]
     began = time.monotonic()
     until(lambda: "rank 1: it is in batch 3 of epoch 0 and has not come" in watch[0].suspects)
     until(lambda: len(of(lines, "rank 0 waits for rank 1: it is in batch 3 of epoch 0")) >= 3)
@@ -199,14 +208,14 @@ def test_a_busy_rank_is_named_again_ever_later_until_it_goes_on_and_is_never_los
     until(lambda: not watch[0].suspects)
     time.sleep(0.3)
     assert len(of(lines, "rank 1 goes on")) < 10, "it is said when it goes on, and not from then on"
-    assert not of(lost, "has not come")
+    assert lost == []
     for one in watch:
         one.stop()
 
 
 def test_a_rank_is_not_waited_for_by_one_that_computes_itself(lines):
     store = dist.HashStore()
-    watch = [monitor.RankMonitor(rank, 2, store, lambda: (0, 3, False)).start() for rank in range(2)]
+    watch = [watching(rank, 2, store, lambda: (0, 3, False)).start() for rank in range(2)]
     began = time.monotonic()
     until(lambda: time.monotonic() > began + 0.5)
     assert not of(lines, "has not come to its backward pass")
@@ -216,14 +225,15 @@ def test_a_rank_is_not_waited_for_by_one_that_computes_itself(lines):
 
 def test_a_silent_rank_is_named_and_then_lost_once_and_those_that_have_not_begun_or_are_over_are_not(lines):
     store, lost = dist.HashStore(), []
-    watch = monitor.RankMonitor(0, 4, store, lambda: (0, 3, True), lost.append)
-    store.set("lightning_hetero/monitor/1/2", "over")
-    store.set("lightning_hetero/monitor/1/3", "7 0 3 1")
+    watch = watching(0, 4, store, lambda: (0, 3, True), lost.append)
+    store.set("sign/2", "over")
+    store.set("sign/3", "7 0 3 1 0")
     watch.start()
     until(lambda: of(lines, "rank 0 waits for rank 3: it shows no sign of life"))
     assert lost == []
     until(lambda: lost)
-    assert "rank 0 ends the training, which cannot go on: rank 3 is lost (it shows no sign of life" in lost[0]
+    text = lost[0].farewell(0)
+    assert "rank 0 ends the training, which cannot go on: rank 3 is lost (it shows no sign of life" in text
     time.sleep(0.2)
     assert len(lost) == 1
     assert not of(lines, "for rank 1") + of(lines, "for rank 2")
@@ -234,8 +244,9 @@ def _loses(path):
     logging.getLogger("lightning_hetero").addHandler(logging.FileHandler(path))
     monitor.SETTINGS = monitor.MonitorSettings(period_s=0.02, quiet_s=0.05, lost_s=0.1)
     store = dist.HashStore()
-    store.set("lightning_hetero/monitor/1/1", "7 0 3 1")
-    monitor.RankMonitor(0, 2, store, lambda: (0, 3, True)).start()
+    store.set("sign/1", "7 0 3 1 0")
+    end = lambda failure: monitor.end_process(failure.farewell(0))  # noqa: E731
+    watching(0, 2, store, lambda: (0, 3, True), end).start()
     time.sleep(30.0)
 
 
@@ -248,16 +259,90 @@ def test_who_has_lost_another_rank_ends_with_an_error_that_its_launcher_sees(tmp
 
 
 def test_a_rank_that_ends_says_so_and_is_not_missed():
-    """Its silence means nothing then; ranks that monitor again do so apart from the signs of before."""
-    store, signs = dist.HashStore(), []
-    for _ in range(2):
-        watch = [monitor.RankMonitor(rank, 2, store, lambda: (0, 3, True)).start() for rank in range(2)]
-        for one in watch:
-            one.stop()
-        run = len(signs) + 1
-        signs.append([store.get(f"lightning_hetero/monitor/{run}/{rank}") for rank in range(2)])
-        assert [one.suspects for one in watch] == ["", ""]
-    assert signs == [[b"over"] * 2] * 2
+    """Its silence means nothing then."""
+    store = dist.HashStore()
+    watch = [watching(rank, 2, store, lambda: (0, 3, True)).start() for rank in range(2)]
+    for one in watch:
+        one.stop()
+    assert [store.get(f"sign/{rank}") for rank in range(2)] == [b"over"] * 2
+    assert [one.suspects for one in watch] == ["", ""]
+
+
+def test_a_rank_under_a_debugger_is_named_and_never_lost(lines):
+    store, lost = dist.HashStore(), []
+    store.set("sign/1", "7 0 3 1 1")
+    store.set("sign/2", "7 0 3 1 0")
+    watch = watching(0, 3, store, lambda: (0, 3, True), lost.append).start()
+    until(lambda: lost)
+    assert lost[0].rank == 2
+    assert of(lines, "rank 0 waits for rank 1: it shows no sign of life")
+    watch.stop()
+
+
+def test_a_debugger_is_told_before_the_process_falls_silent(monkeypatch):
+    store = dist.HashStore()
+    assert not monitor.debugged()
+    monkeypatch.setitem(sys.modules, "pydevd", sys)
+    watch = watching(1, 2, store, lambda: (0, 3, True)).start()
+    until(lambda: store.check(["sign/1"]))
+    assert store.get("sign/1").decode().endswith(" 1")
+    watch.stop()
+
+
+def test_a_debugger_of_the_main_thread_is_found_from_others():
+    """As ``breakpoint()`` sets it: a trace function of this thread, which marks its frames."""
+    found, frame, before = [], sys._getframe(), sys.gettrace()
+    trace = lambda *given: None  # noqa: E731
+    sys.settrace(trace)
+    try:
+        frame.f_trace = trace
+        thread = threading.Thread(target=lambda: found.append(monitor.debugged()))
+        thread.start()
+        thread.join()
+        found.append(monitor.debugged())
+    finally:
+        frame.f_trace = None
+        sys.settrace(before)
+    assert found == [True, True]
+
+
+@pytest.mark.skipif(not hasattr(sys, "monitoring"), reason="since Python 3.12")
+def test_a_debugger_that_monitors_is_found():
+    sys.monitoring.use_tool_id(sys.monitoring.DEBUGGER_ID, "a debugger")
+    try:
+        assert monitor.debugged()
+    finally:
+        sys.monitoring.free_tool_id(sys.monitoring.DEBUGGER_ID)
+    assert not monitor.debugged()
+
+
+@pytest.mark.parametrize("failure", [Failure(2, "no sign of life", lost=True), Failure(2, "ValueError: bad")])
+def test_a_rank_that_handles_an_error_of_its_own_is_not_ended(lines, failure):
+    """It may save a checkpoint, which takes long."""
+    store, lost = dist.HashStore(), []
+    watch = [watching(rank, 3, store, lambda: (0, 3, True), lost.append) for rank in range(2)]
+    watch[1].spare()
+    for one in watch:
+        one.start()
+    Bulletin(2, 3, store).report(failure)
+    until(lambda: lost)
+    until(lambda: store.check(["read/1/1"]))
+    began = time.monotonic()
+    until(lambda: time.monotonic() > began + 2.0)
+    assert lost == [failure]
+    for one in watch:
+        one.stop()
+
+
+def test_rank_0_says_what_another_has_told_and_no_other_rank_does(lines):
+    store = dist.HashStore()
+    watch = [watching(rank, 3, store, lambda: (0, 3, True)).start() for rank in range(2)]
+    Bulletin(2, 3, store).report(Failure(2, "ValueError: bad", trace="in user code"))
+    until(lambda: store.check(["read/1/0", "read/1/1"]))
+    until(lambda: of(lines, "failed first"))
+    for one in watch:
+        one.stop()
+    assert of(lines, "failed first") == ["rank 2 failed first: ValueError: bad\nin user code"]
 
 
 def test_ranks_that_begin_later_or_end_earlier_are_not_lost(tmp_path):

@@ -1,0 +1,233 @@
+"""Monitor that names the rank all others wait for: stopped, lost with its host, or stuck in its own code.
+
+A collective call waits silently until its timeout, and then does not say for which rank. Here a thread of each rank
+leaves signs of life in the job's store; rank 0 reads those of all others, and the others read rank 0's.
+"""
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+from lightning_hetero.comm.failures.bulletin import Bulletin
+from lightning_hetero.comm.failures.failure import Failure
+
+__all__ = ["MonitorSettings", "RankMonitor", "debugged", "end_process"]
+
+log = logging.getLogger("lightning_hetero")
+
+OVER = "over"
+"""Last sign of a rank that stops monitoring: its silence from then on means nothing."""
+
+
+@dataclass(frozen=True)
+class MonitorSettings:
+    """Times after which a rank counts as silent, and as lost.
+
+    Args:
+        period_s: seconds between two signs of life.
+        poll_s: seconds between two looks at the notes of other ranks.
+        quiet_s: seconds without progress while others wait, after which a rank is named; it is named again each time
+            the wait has doubled.
+        lost_s: seconds without a sign of life after which the job ends; the rank is named after half of them. The
+            monitor's threads run whatever the main thread does, so the process must be stopped or gone.
+        answer_s: seconds that ranks have to answer a roll call.
+    """
+
+    period_s: float = 5.0
+    poll_s: float = 0.25
+    quiet_s: float = 60.0
+    lost_s: float = 60.0
+    answer_s: float = 3.0
+
+    def within(self, timeout: timedelta | None) -> "MonitorSettings":
+        """Return settings that fit a shorter timeout of collectives, whose error is to come before the end.
+
+        Example:
+            >>> MonitorSettings().within(timedelta(seconds=9)).lost_s
+            12.0
+        """
+        if timeout is None or timeout.total_seconds() + self.answer_s >= self.lost_s:
+            return self
+        lost = timeout.total_seconds() + self.answer_s
+        return replace(self, lost_s=lost, period_s=min(self.period_s, lost / 12), poll_s=min(self.poll_s, lost / 12))
+
+
+SETTINGS = MonitorSettings()
+
+
+def debugged() -> bool:
+    """Return whether a debugger watches this process, which it may stop at any time."""
+    if "pydevd" in sys.modules or sys.gettrace() is not None:
+        return True
+    monitoring = getattr(sys, "monitoring", None)  # since Python 3.12
+    if monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None:
+        return True
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:  # a trace function belongs to its thread, but marks each frame
+        if frame.f_trace is not None:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class RankMonitor:
+    """Signs of life of all ranks.
+
+    One thread talks to the store, and may block there; the other judges, and so notices a blocked store as well.
+
+    Args:
+        bulletin: notes of all ranks, over a connection to the store that no other thread blocks.
+        progress: returns where the main thread is: epoch, batch, and whether it is in a backward pass (where it may
+            wait for others).
+        lost: called once, with the failure that ends this process.
+        settings: times; by default those of the module.
+
+    Attributes:
+        suspects: ranks that others wait for, in words.
+        cut_off: whether the connection to the store is closed.
+    """
+
+    def __init__(
+        self,
+        bulletin: Bulletin,
+        progress: Callable[[], tuple[int, int, bool]],
+        lost: Callable[[Failure], Any],
+        settings: MonitorSettings | None = None,
+    ) -> None:
+        self.settings = settings or SETTINGS
+        self._bulletin, self._progress, self._lost = bulletin, progress, lost
+        self._over, self._spared = threading.Event(), False
+        self._known = threading.Lock()
+        now = time.monotonic()
+        self._answered = self._looked = now
+        self._seen: dict[int, tuple[str, float, float]] = dict.fromkeys(range(bulletin.world_size), ("", now, now))
+        self._named: dict[int, float] = {}
+        self._deadline: float | None = None
+        self.suspects, self.cut_off = "", False
+        self._threads = [
+            threading.Thread(target=target, name=f"lightning_hetero-{target.__name__}", daemon=True)
+            for target in (self._beat, self._judge)
+        ]
+
+    def start(self) -> "RankMonitor":
+        """Start both threads."""
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def spare(self) -> None:
+        """Let this process end by itself from now on: it handles an error of its own, and may save a checkpoint."""
+        self._spared = True
+
+    def stop(self) -> None:
+        """Stop both threads, except one that is blocked in a store that does not answer."""
+        self._over.set()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=1.0)
+
+    @property
+    def _watched(self) -> list[int]:
+        """Ranks that this one watches: all others on rank 0, rank 0 elsewhere; the traffic is linear in the ranks."""
+        return self._bulletin.others if self._bulletin.rank == 0 else [0]
+
+    def _beat(self) -> None:
+        count, due = 0, 0.0
+        try:
+            while not self._over.wait(self.settings.poll_s if count else 0.0):
+                if self._bulletin.poll():
+                    self.learn()
+                self._answered = time.monotonic()
+                if self._answered < due:
+                    continue
+                count, due = count + 1, self._answered + self.settings.period_s
+                epoch, batch, waits = self._progress()
+                self._bulletin.sign(f"{count} {epoch} {batch} {int(waits)} {int(debugged())}")
+                for rank in self._watched:
+                    self._note(rank, self._bulletin.sign_of(rank))
+            self._bulletin.sign(OVER)
+        except (RuntimeError, ValueError) as error:  # the store is gone; the other thread notices
+            self.cut_off = True
+            log.debug("rank %d talks to the store no more: %s", self._bulletin.rank, error)
+
+    def _note(self, rank: int, sign: str) -> None:
+        before, alive, moved = self._seen[rank]
+        now = time.monotonic()
+        if sign != before:
+            alive = now
+        if sign.split()[1:4] != before.split()[1:4]:
+            moved = now
+        self._seen[rank] = sign, alive, moved
+
+    def learn(self) -> None:
+        """Act on the first failure of the job: rank 0 says it, and this process is to end."""
+        first, rank = self._bulletin.first, self._bulletin.rank
+        if first is None or not self._known.acquire(blocking=False):
+            return
+        if rank == 0 and first.rank != 0 and not first.lost:
+            log.error("%s%s", first, f"\n{first.trace}" if first.trace else "")
+        self._deadline = time.monotonic() + (0.0 if first.lost else self.settings.lost_s)
+        if first.lost:
+            self._end(first)
+
+    def _end(self, failure: Failure) -> None:
+        if not (self._spared or self._over.is_set()):
+            self._over.set()
+            self._lost(failure)
+
+    def _judge(self) -> None:
+        since, before = time.monotonic(), self._progress()
+        while not self._over.wait(self.settings.period_s / 2):
+            now = time.monotonic()
+            if now - self._looked > 3 * self.settings.period_s:  # this very process was stopped
+                self._answered, since = now, now
+                self._seen = {rank: (sign, now, now) for rank, (sign, _, _) in self._seen.items()}
+            self._looked = now
+            here = self._progress()
+            since, before = (since, before) if here == before else (now, here)
+            self._speak(now, now - since if here[2] else 0.0, here)
+            if self._deadline is not None and now > self._deadline and self._bulletin.first is not None:
+                self._end(self._bulletin.first)
+
+    def _speak(self, now: float, waiting: float, here: tuple[int, int, bool]) -> None:
+        suspects, me = [], self._bulletin.rank
+        quiet = min(self.settings.quiet_s, self.settings.lost_s / 2)
+        blind = now - self._answered > quiet
+        if blind and me and self._seen[0][0] != OVER and not self._bulletin.over:
+            suspects.append((0, now - self._answered, f"{self._bulletin.holder} does not answer", True))
+        for rank in self._watched:
+            sign, alive, moved = self._seen[rank]
+            if sign in ("", OVER) or (rank == 0 and self._bulletin.over):  # it has not begun, or has ended
+                continue
+            if now - alive > quiet and not blind:
+                suspects.append((rank, now - alive, "it shows no sign of life", True))
+            elif waiting > self.settings.quiet_s and sign.split()[1:4] == [str(here[0]), str(here[1]), "0"]:
+                what = f"it is in batch {here[1]} of epoch {here[0]} and has not come to its backward pass"
+                suspects.append((rank, min(waiting, now - moved), what, False))
+        self.suspects = "; ".join(f"rank {rank}: {what}, for {seconds:.0f} s" for rank, seconds, what, _ in suspects)
+        for rank, seconds, what, gone in suspects:
+            if gone and seconds > self.settings.lost_s and not self._seen[rank][0].endswith(" 1"):
+                self._end(Failure(rank, f"{what}, for {seconds:.0f} s", lost=True))
+                return
+            if seconds > self._named.get(rank, quiet if gone else self.settings.quiet_s):
+                self._named[rank] = 2 * seconds
+                log.warning(
+                    "rank %d waits for rank %d: %s, for %.0f s. Is its process stopped, swapping, or stuck?",
+                    *(me, rank, what, seconds),
+                )
+        for rank in set(self._named) - {rank for rank, *_ in suspects}:
+            del self._named[rank]
+            log.info("rank %d goes on", rank)
+
+
+def end_process(text: str) -> Any:
+    """End the process; an exception would not reach a main thread that waits in a collective call."""
+    log.critical(text)
+    logging.shutdown()
+    os._exit(1)

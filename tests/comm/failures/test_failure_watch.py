@@ -1,0 +1,360 @@
+"""The ranks that remain of a failed job end in time and name the one that failed first, in every front end."""
+
+import gc
+import os
+import sys
+import threading
+import time
+import weakref
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from lightning_hetero.comm.failures import failure_watch
+from lightning_hetero.comm.failures import rank_monitor as monitor
+from lightning_hetero.comm.failures.failure import Failure
+from lightning_hetero.comm.failures.failure_watch import FailureWatch
+from tests.comm.failures.programs import LOOPS, programs
+
+PATIENT = monitor.MonitorSettings(period_s=0.1, poll_s=0.02, lost_s=40.0, answer_s=1.0)
+"""Only errors end the ranks."""
+SHORT = monitor.MonitorSettings(period_s=0.1, poll_s=0.02, quiet_s=30.0, lost_s=3.0, answer_s=1.0)
+
+
+def struck(folder, loop, what, rank, settings):
+    """Exit codes and standard error of the three ranks of a loop, one of which suffers something."""
+    left = (rank,) if what == "freeze" else ()
+    return programs(folder, LOOPS[loop], lambda one: (what if one == rank else "",), settings, left=left)
+
+
+def without_frames(text):
+    """What a process wrote without the frames of torch's C++ code."""
+    return "\n".join(line for line in text.splitlines() if "frame #" not in line)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_error_of_another_rank_is_in_the_errors_that_follow_from_it(tmp_path, loop):
+    codes, texts = struck(tmp_path, loop, "raise", 1, PATIENT)
+    assert codes == [1, 1, 1]
+    for rank in (0, 2):
+        assert "rank 1 failed first: ZeroDivisionError: a bug of the user's.\n" in texts[rank], texts[rank]
+    before, _, trace = texts[0].partition("rank 1 failed first: ZeroDivisionError: a bug of the user's\n")
+    assert "Error" not in without_frames(before), "rank 0 says it as soon as it knows"
+    assert 'raise ZeroDivisionError("a bug' in trace
+    assert "failed first" not in texts[1]
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("loop", [loop for loop in LOOPS if loop != "lightning"])
+def test_a_frozen_rank_ends_the_others_which_name_it(tmp_path, loop):
+    codes, texts = struck(tmp_path, loop, "freeze", 1, SHORT)
+    assert codes == [1, None, 1]
+    for rank in (0, 2):
+        assert f"rank {rank} ends the training, which cannot go on: rank 1 is lost (it shows no sign" in texts[rank]
+
+
+@pytest.mark.parametrize(
+    ("what", "rank", "said"),
+    [
+        ("raise", 0, "rank 0 failed first: ZeroDivisionError: a bug of the user's."),
+        ("kill", 0, "rank 0 failed first: its process is gone, and the job's store with it."),
+        ("kill", 1, "rank 1 failed first: it does not answer, because its process has ended without a word"),
+        ("leave", 1, "rank 1 failed first: it takes no part any more, because its training has ended."),
+    ],
+)
+def test_who_failed_first_is_named(tmp_path, what, rank, said):
+    codes, texts = struck(tmp_path, "own_loop", what, rank, PATIENT)
+    assert codes[rank] == {"raise": 1, "kill": -9, "leave": 3}[what]
+    for one in {0, 1, 2} - {rank}:
+        assert codes[one] == 1
+        assert said in without_frames(texts[one])
+
+
+# in one process
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch):
+    monkeypatch.setattr(monitor, "SETTINGS", monitor.MonitorSettings(period_s=0.02, poll_s=0.01, answer_s=0.3))
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """What processes say that are ended."""
+    said = []
+    monkeypatch.setattr(failure_watch, "end_process", said.append)
+    return said
+
+
+class Owner:
+    position = 0, 3, False
+
+
+def watches(world_size=2, store=None, timeout=None):
+    """Ranks in one process; the watches end with their owners."""
+    store, owners = store or dist.HashStore(), [Owner() for _ in range(world_size)]
+    found = [FailureWatch(rank, world_size, timeout) for rank in range(world_size)]
+    for watch, owner in zip(found, owners, strict=True):
+        watch.begin(lambda: store, owner, lambda own: own.position)
+    return found, owners
+
+
+def until(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def connection_lost():
+    return RuntimeError("Connection closed by peer")
+
+
+def test_an_error_of_the_users_is_reported_as_it_is_and_those_of_connections_get_its_rank():
+    (one, other), _owners = watches()
+    first, second, third = ValueError("bad batch"), connection_lost(), KeyError("not of a connection")
+    other.explain(first)
+    one.explain(second)
+    one.explain(third)
+    assert str(first) == "bad batch"
+    assert str(second) == "Connection closed by peer\nrank 1 failed first: ValueError: bad batch."
+    assert third.args == ("not of a connection",)
+    for watch in (one, other):
+        watch.close()
+
+
+def test_an_error_is_explained_once():
+    (one, other), _owners = watches()
+    other.explain(ValueError("bad batch"))
+    error = connection_lost()
+    for _ in range(3):
+        one.explain(error)
+    assert str(error).count("failed first") == 1
+    for watch in (one, other):
+        watch.close()
+
+
+def test_an_error_of_a_connection_that_nobody_else_has_caused_is_the_first():
+    (one, other), _owners = watches()
+    error, later = connection_lost(), connection_lost()
+    other.explain(error)
+    one.explain(later)
+    assert str(error) == "Connection closed by peer"
+    assert str(later).endswith("rank 1 failed first: RuntimeError: Connection closed by peer.")
+    for watch in (one, other):
+        watch.close()
+
+
+def test_a_backward_pass_explains_errors_of_connections_only():
+    """Another error may be caught by the user, who goes on."""
+    (one, other), _owners = watches()
+    with pytest.raises(ValueError, match="^mine$"), other.explained():
+        raise ValueError("mine")
+    with pytest.raises(RuntimeError, match="^Connection closed by peer$"), one.explained():
+        raise connection_lost()
+    error = connection_lost()
+    other.explain(error)
+    assert "rank 0 failed first: RuntimeError" in str(error)
+    for watch in (one, other):
+        watch.close()
+
+
+def test_a_loop_that_ends_inside_a_handler_has_failed():
+    (one, other), _owners = watches()
+    try:
+        raise ValueError("bad batch")
+    except ValueError:
+        other.end()
+    error = connection_lost()
+    one.explain(error)
+    assert "rank 1 failed first: ValueError" in str(error)
+    one.close()
+
+
+@pytest.mark.parametrize("error", [None, SystemExit(0), StopIteration()])
+def test_a_loop_that_ends_otherwise_has_not_failed(error):
+    (one, other), _owners = watches()
+    other.end(error)
+    later = connection_lost()
+    one.explain(later)
+    assert "rank 1 failed first: it takes no part any more" in str(later)
+    one.close()
+
+
+def test_a_rank_that_does_not_fail_by_itself_is_ended(ended, monkeypatch):
+    monkeypatch.setattr(monitor, "SETTINGS", monitor.MonitorSettings(period_s=0.02, poll_s=0.01, lost_s=0.3))
+    (one, other), _owners = watches()
+    other.explain(ValueError("bad batch"))
+    until(lambda: ended)
+    text = "rank 0 ends the training, which cannot go on: rank 1 failed first: ValueError: bad batch. Look"
+    assert ended[0].startswith(text)
+    for watch in (one, other):
+        watch.close()
+    assert len(ended) == 1, "the rank that handles its own error is not"
+
+
+def test_the_hook_of_uncaught_errors_is_chained_and_put_back(monkeypatch):
+    printed = []
+    monkeypatch.setattr(sys, "excepthook", lambda *given: printed.append(given))
+    before = sys.excepthook
+    (one, other), _owners = watches()
+    error, follows = ValueError("bad batch"), connection_lost()
+    other_hook = other._uncaught
+    other_hook(ValueError, error, None)
+    one._uncaught(RuntimeError, follows, None)
+    assert [value for _, value, _ in printed] == [error, follows]
+    assert str(follows).endswith("rank 1 failed first: ValueError: bad batch.")
+    for watch in (other, one):  # the one that has hooked last goes first
+        watch.close()
+    assert sys.excepthook is before
+
+
+def test_a_hook_that_somebody_has_set_since_stays(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    (watch, _), _owners = watches()
+    mine = sys.excepthook = lambda *given: None
+    watch.close()
+    assert sys.excepthook is mine
+
+
+def test_an_error_that_another_hook_has_kept_to_itself_is_seen_at_the_end(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    (one, other), owners = watches()
+    monkeypatch.setattr(sys, "last_value", ValueError("bad batch"), raising=False)
+    del owners[1]
+    gc.collect()
+    error = connection_lost()
+    one.explain(error)
+    assert "rank 1 failed first: ValueError: bad batch" in str(error)
+    for watch in (one, other):
+        watch.close()
+
+
+def test_an_error_of_before_is_none_of_this_run(monkeypatch):
+    monkeypatch.setattr(sys, "last_value", ValueError("of before"), raising=False)
+    (one, other), owners = watches()
+    owners.clear()
+    gc.collect()
+    assert one._bulletin is None
+    assert other._bulletin is None
+
+
+def test_a_watch_keeps_neither_its_owner_nor_threads_nor_an_error():
+    class KeptError(Exception):
+        pass
+
+    threads = threading.active_count()
+    found, owners = watches()
+    assert threading.active_count() >= threads + 4
+    error = KeptError()
+    gone = weakref.ref(error)
+    found[0].explain(error)
+    del error
+    owners.clear()
+    gc.collect()
+    until(lambda: threading.active_count() == threads)
+    assert gone() is None
+
+
+def test_a_run_after_another_knows_nothing_of_its_failure():
+    found, _owners = watches()
+    found[0].explain(ValueError("bad batch"))
+    for watch in found:
+        watch.close()
+    for watch in found:
+        watch.open()
+        watch.open()
+    error = connection_lost()
+    found[1].explain(error)
+    assert str(error) == "Connection closed by peer"
+    for watch in found:
+        watch.close()
+
+
+def test_a_forked_process_is_no_rank():
+    (one, other), _owners = watches()
+    pid = os.fork()
+    if pid == 0:
+        one._at_end()
+        one._earlier = lambda *given: None
+        one._uncaught(ValueError, ValueError("of a child"), None)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    error = connection_lost()
+    other.explain(error)
+    assert str(error) == "Connection closed by peer"
+    for watch in (one, other):
+        watch.close()
+
+
+class Broken:
+    """A store whose process is gone, or which does not answer."""
+
+    def __init__(self, store, how):
+        self._store, self.how, self.broken = store, how, threading.Event()
+
+    def clone(self):
+        return self
+
+    def __getattr__(self, name):
+        if self.broken.is_set():
+            if self.how == "stopped":
+                time.sleep(60.0)
+            raise RuntimeError("Connection was reset by peer")
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize(
+    ("how", "launcher", "said"),
+    [
+        ("gone", "", "rank 0 failed first: its process is gone, and the job's store with it."),
+        ("stopped", "", "rank 0 failed first: the job's store, which it holds, does not answer."),
+        ("gone", "True", "the launcher failed first: its process is gone, and the job's store with it."),
+    ],
+)
+def test_rank_0_is_named_if_the_store_is_gone_with_it(monkeypatch, how, launcher, said):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", launcher)
+    monkeypatch.setattr(failure_watch, "SETTLE_SECONDS", 0.1)
+    monkeypatch.setattr(failure_watch.dist, "PrefixStore", lambda _, store: store)
+    store, owner = Broken(dist.HashStore(), how), Owner()
+    watch = FailureWatch(1, 2)
+    watch.begin(lambda: store, owner, lambda own: own.position)
+    store.broken.set()
+    error = connection_lost()
+    watch.explain(error)
+    assert str(error).endswith(said)
+    watch.close()
+
+
+def test_a_lost_child_is_killed_and_others_are_told(ended, monkeypatch):
+    """A frozen process that rank 0 has started itself would stay for ever."""
+    (one, other), _owners = watches()
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(60.0)
+        os._exit(0)
+    one._bulletin._store.set("process/1", f"{pid} {os.uname().nodename}")
+    one._end(Failure(1, "it shows no sign of life, for 60 s", lost=True))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -9
+    until(lambda: {text.split(" ends")[0] for text in ended} == {"rank 0", "rank 1"})
+    assert ended[0].startswith("rank 0 ends the training, which cannot go on: rank 1 is lost (it shows no sign")
+    for watch in (one, other):
+        watch.close()
+
+
+def test_a_timeout_of_the_users_is_the_longest_silence():
+    settings = monitor.MonitorSettings()
+    assert settings.within(None) is settings
+    assert settings.within(timedelta(minutes=30)) is settings
+    short = settings.within(timedelta(seconds=9))
+    assert (short.lost_s, short.period_s) == (12.0, 1.0)
+
+
+def test_one_process_watches_nobody():
+    watch = FailureWatch(0, 1)
+    threads = threading.active_count()
+    owner = Owner()
+    watch.begin(dist.HashStore, owner, lambda own: own.position)
+    assert threading.active_count() == threads
+    watch.end(ValueError("mine"))
