@@ -234,10 +234,11 @@ def test_an_error_that_another_hook_has_kept_to_itself_is_seen_at_the_end(monkey
 def test_an_error_of_before_is_none_of_this_run(monkeypatch):
     monkeypatch.setattr(sys, "last_value", ValueError("of before"), raising=False)
     (one, other), owners = watches()
+    bulletin = one._bulletin
     owners.clear()
     gc.collect()
-    assert one._bulletin is None
-    assert other._bulletin is None
+    assert (one._bulletin, other._bulletin) == (None, None)
+    assert bulletin.known() is None
 
 
 def test_a_watch_keeps_neither_its_owner_nor_threads_nor_an_error():
@@ -272,18 +273,20 @@ def test_a_run_after_another_knows_nothing_of_its_failure():
         watch.close()
 
 
-def test_a_forked_process_is_no_rank():
-    (one, other), _owners = watches()
+@pytest.mark.parametrize("how", ["ends", "fails"])
+def test_a_forked_process_is_no_rank(tmp_path, how):
+    (one, other), _owners = watches(store=dist.FileStore(str(tmp_path / "store"), 2))
     pid = os.fork()
     if pid == 0:
-        one._at_end()
-        one._earlier = lambda *given: None
-        one._uncaught(ValueError, ValueError("of a child"), None)
+        if how == "ends":
+            one._at_end()
+        else:
+            one._earlier = lambda *given: None
+            one._uncaught(ValueError, ValueError("of a child"), None)
         os._exit(0)
     os.waitpid(pid, 0)
-    error = connection_lost()
-    other.explain(error)
-    assert str(error) == "Connection closed by peer"
+    assert other._bulletin.known() is None
+    assert other._bulletin.remains(0)
     for watch in (one, other):
         watch.close()
 
