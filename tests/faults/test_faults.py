@@ -307,7 +307,7 @@ def wall_clocks(tree):
 
 
 def test_the_package_reads_no_time_of_day():
-    root = Path(__file__).parents[1] / "lightning_hetero"
+    root = Path(__file__).parents[2] / "lightning_hetero"
     dates = root / "frontend" / "report" / "begin.py"  # of a record, for people to read
     found = [
         f"{path.relative_to(root)}:{line} {what}"
