@@ -232,6 +232,10 @@ class TrainerAccelerator(HeteroAccelerator):
             for _ in self.skip_first_batches(loader):  # its pass is over; Trainer begins the next one
                 pass
 
+    def check_health(self) -> None:
+        """Check losses and weights once more, when training has ended on all ranks; a collective call."""
+        self._session().engine.health.finish()
+
     def end_run(self) -> None:
         """End the record of a training, with the error that is being handled if there is one."""
         self._session().report.end()

@@ -81,7 +81,9 @@ class HeteroTrainer(module.Trainer):
             share_requests(self, hetero.engine.control)
         try:
             with _replaced("skip_first_batches", hetero.skip_first_batches), self._announced():
-                return super()._inner_training_loop(*args, **kwargs)
+                done = super()._inner_training_loop(*args, **kwargs)
+            hetero.check_health()
+            return done
         finally:
             hetero.end_run()
 
