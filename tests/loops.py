@@ -42,6 +42,13 @@ LOSSES = {
     "sum": lambda output, x, y: 0.02 * nn.functional.mse_loss(output, y, reduction="sum"),
     "masked": masked_loss,
 }
+
+
+def loss_of(kind):
+    """A loss by its name, or a function of ``(output, x, y)`` as it is."""
+    return kind if callable(kind) else LOSSES[kind]
+
+
 LOSS_SETTINGS = {"mean": {}, "sum": {"loss_reduction": "sum"}, "masked": {"weight_fn": masked_count}}
 
 
@@ -92,7 +99,7 @@ def accelerate_loop(
             seen.append((epoch, step, index[:counted].tolist()))
             with accelerator.accumulate(model):
                 output = model(x)
-                accelerator.backward(LOSSES[loss](output, x, y))
+                accelerator.backward(loss_of(loss)(output, x, y))
                 if accelerator.sync_gradients:
                     grads.append(flat_grads(model))
                 if clip is not None and accelerator.sync_gradients:
@@ -161,7 +168,7 @@ def fabric_loop(
             seen.append((epoch, step, index[: session.engine.own_size].tolist()))
             final = (step + 1) % accumulate == 0 or step + 1 == len(loader)
             with fabric.no_backward_sync(model, enabled=not final):
-                fabric.backward(LOSSES[loss](model(x), x, y) / accumulate)
+                fabric.backward(loss_of(loss)(model(x), x, y) / accumulate)
             if final:
                 grads.append(flat_grads(model))
                 if clip is not None:
@@ -193,6 +200,7 @@ def lightning_loop(
     save=None,
     resume=None,
     another=False,
+    **kwargs,
 ):
     """Lightning's Trainer."""
     return fit(
@@ -206,6 +214,7 @@ def lightning_loop(
         accumulate_grad_batches=accumulate,
         gradient_clip_val=clip,
         ckpt_path=resume,
+        **kwargs,
     )
 
 
@@ -218,7 +227,7 @@ class Planned(Regressor):
 
     def loss(self, batch):
         x, y, _ = batch
-        return LOSSES[self.kind](self(x), x, y)
+        return loss_of(self.kind)(self(x), x, y)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         from lightning_hetero import BatchPlan
@@ -258,7 +267,7 @@ def one_process(results, *, accumulate=1, clip=None, loss="mean", schedule=0):
     waiting, grads, norms = 0, [], []
     for i, indices in enumerate(batches):
         x, y = data.x[indices], data.y[indices]
-        (LOSSES[loss](model(x), x, y) / divided).backward()
+        (loss_of(loss)(model(x), x, y) / divided).backward()
         waiting += 1
         last = i + 1 == len(batches) or epochs[i + 1] != epochs[i]
         if waiting < accumulate and not last:
