@@ -94,6 +94,7 @@ map:
 	$(PYTHON) docs/modules.py
 	$(PYTHON) docs/run_record.py
 	$(PYTHON) docs/evidence.py
+	$(PYTHON) docs/reliability.py
 
 clean:
 	rm -rf $(VENV) build dist docs/_build docs/examples docs/reference .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

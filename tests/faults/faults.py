@@ -46,12 +46,13 @@ class Injector:
     def __init__(self, fault, rank, folder):
         self.fault, self.rank, self.folder = fault, rank, Path(folder)
         self.batches = self.messages = 0
+        self.parameters = []
         self.mine = fault is not None and fault.rank == rank
         if self.mine:
             fault.prepare(self)
 
     def __call__(self, loss):
-        batch, self.batches = self.batches, self.batches + 1
+        batch, self.batches, self.parameters = self.batches, self.batches + 1, parameters_of(loss)
         if not self.mine or not self.fault.at <= batch < self.fault.at + self.fault.batches:
             return loss
         self.count()
@@ -60,6 +61,7 @@ class Injector:
 
     def count(self):
         """Count an injection, before it happens: it may be the last that this process does."""
+        self.folder.mkdir(exist_ok=True)
         with open(self.folder / "injected", "ab", buffering=0) as file:
             file.write(b".")
 
@@ -69,8 +71,9 @@ class Injector:
         return self.batches > self.fault.at
 
     def end(self):
-        """Leave the number of batches of this rank behind, however the training ends."""
-        (self.folder / f"batches{self.rank}").write_text(str(self.batches))
+        """Leave the number of batches and the weights of this rank behind, however the training ends."""
+        weights = [parameter.detach().flatten() for parameter in self.parameters]
+        torch.save((self.batches, torch.cat(weights or [torch.zeros(0)])), self.folder / f"left{self.rank}")
 
 
 @dataclass(frozen=True)
@@ -234,7 +237,7 @@ class Diverge(Fault):
     """One weight changes by one unit in the last place, as by a bit that flips in memory."""
 
     def strike(self, injector, loss):
-        one = parameters_of(loss)[0].data.view(-1)[:1]
+        one = injector.parameters[0].data.view(-1)[:1]
         one.copy_(torch.nextafter(one, one + 1))
 
 
@@ -383,17 +386,33 @@ class ReadOnly(DiskFull):
         return {"report": "/proc/of-the-run", "replan": 2}
 
 
-class TruncateCheckpoint(Fault):
+class OfFile(Fault):
+    """Damage to a checkpoint between two runs."""
+
+    def damage(self, path, folder):
+        """Damage a file, and count it in the folder of the run that is to read it."""
+        content = bytearray(path.read_bytes())
+        self.change(content)
+        assert content != path.read_bytes()
+        path.write_bytes(content)
+        Injector(None, self.rank, folder).count()
+
+    def change(self, content):
+        """Change the content of a file."""
+        raise NotImplementedError
+
+
+class TruncateCheckpoint(OfFile):
     """The second half of a checkpoint is missing when a run goes on from it."""
 
-    def damage(self, content):
+    def change(self, content):
         del content[len(content) // 2 :]
 
 
-class FlipByte(Fault):
+class FlipByte(OfFile):
     """One byte has changed in the middle of the largest record of a checkpoint; between records nothing is read."""
 
-    def damage(self, content):
+    def change(self, content):
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             record = max(archive.infolist(), key=lambda one: one.file_size)
         name, extra = struct.unpack_from("<HH", content, record.header_offset + 26)

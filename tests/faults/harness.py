@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tests.faults.faults import Injector
 from tests.faults.modes import MODES
 from tests.helpers import RankError, collected, run_ranks
@@ -19,13 +21,13 @@ class Outcome:
         results: what each rank returned; ``None`` if one failed.
         errors: kind and text of each failed rank's error.
         injected: how often the fault happened.
-        batches: number of batches of each rank that did not vanish.
+        left: number of batches, and the weights, of each rank that did not vanish.
     """
 
     results: list[dict[str, Any]] | None
     errors: dict[int, tuple[str, str]]
     injected: int
-    batches: dict[int, int]
+    left: dict[int, tuple[int, torch.Tensor]]
 
 
 def _train(rank, fault, mode, folder, kwargs):
@@ -48,5 +50,5 @@ def train(fault, mode, folder, **kwargs):
     except RankError as error:
         results, errors = None, {rank: (kind, text) for rank, kind, text in error.errors}
     counted = folder / "injected"
-    batches = {rank: int(p.read_text()) for rank in range(ranks) if (p := folder / f"batches{rank}").exists()}
-    return Outcome(results, errors, len(counted.read_bytes()) if counted.exists() else 0, batches)
+    left = {rank: torch.load(path) for rank in range(ranks) if (path := folder / f"left{rank}").exists()}
+    return Outcome(results, errors, len(counted.read_bytes()) if counted.exists() else 0, left)

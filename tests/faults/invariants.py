@@ -3,7 +3,9 @@
 import re
 
 import numpy as np
+import torch
 
+from lightning_hetero.core import DamagedCheckpointError
 from tests.faults import faults
 from tests.faults.modes import MODES
 from tests.helpers import covered
@@ -39,8 +41,12 @@ def nothing_changed_but_a_warning(fault, mode, outcome, undisturbed):
 
 
 def step_is_skipped(fault, mode, outcome, undisturbed):
-    """The step is left out on all ranks, which say so; the rank and its batch are named."""
+    """The step is left out on all ranks, or the replica at a merge; the log names the rank, and weights are finite."""
     trained(fault, mode, outcome)
+    if not mode.in_step:
+        said = [line for result in outcome.results for line in result["said"] if "are not finite" in line]
+        assert said == [f"replicas of rank [{fault.rank}] are not finite: left out of the merge and replaced"]
+        return
     told = [
         [line for line in result["said"] if "all ranks left that gradient out" in line] for result in outcome.results
     ]
@@ -63,7 +69,7 @@ def difference_is_told(fault, mode, outcome, undisturbed):
 
 
 def all_end(fault, mode, outcome, undisturbed):
-    """Every rank ends: that of the fault with its error, the others with one that says that it is gone."""
+    """Every rank ends: that of the fault with its error, the others with a lost connection and equal weights."""
     assert set(outcome.errors) == set(range(mode.ranks))
     for rank, (kind, text) in outcome.errors.items():
         own_kind, own_text = fault.error
@@ -73,10 +79,14 @@ def all_end(fault, mode, outcome, undisturbed):
         else:
             assert kind != "Died"
             assert re.search(GONE, text), text
+    if mode.in_step:  # no update that only some of the others have taken
+        others = [weights for rank, (_, weights) in outcome.left.items() if rank != fault.rank]
+        assert len(others) == mode.ranks - 1
+        assert all(torch.equal(weights, others[0]) for weights in others)
 
 
 def all_end_with_one_error(fault, mode, outcome, undisturbed):
-    """Every rank raises the same error, which names the rank of the fault."""
+    """Every rank raises the same error, which names the rank of the fault, or what each rank holds."""
     kind, pattern = fault.error
     assert set(outcome.errors) == set(range(mode.ranks))
     assert {found for found, _ in outcome.errors.values()} == {kind}
@@ -89,7 +99,14 @@ def all_stop_together(fault, mode, outcome, undisturbed):
         range(mode.ranks), "SIGTERMException"
     )
     if mode.in_step:
-        assert outcome.batches == dict.fromkeys(range(mode.ranks), fault.at + 2)
+        assert [batches for batches, _ in outcome.left.values()] == [fault.at + 2] * mode.ranks
+
+
+def no_rank_goes_on(fault, mode, outcome, undisturbed):
+    """No rank goes on from the damaged file: each raises the same error, which names the file."""
+    assert set(outcome.errors) == set(range(mode.ranks))
+    assert {kind for kind, _ in outcome.errors.values()} == {DamagedCheckpointError.__name__}
+    assert all("saved.ckpt" in text for _, text in outcome.errors.values())
 
 
 INVARIANTS = {
@@ -113,6 +130,8 @@ INVARIANTS = {
     faults.CorruptMessage: all_end_with_one_error,
     faults.DiskFull: nothing_changed_but_a_warning,
     faults.ReadOnly: nothing_changed_but_a_warning,
+    faults.TruncateCheckpoint: no_rank_goes_on,
+    faults.FlipByte: no_rank_goes_on,
 }
 
 

@@ -57,6 +57,7 @@ def _front_end(name, ranks=2, **more):
 
 
 def _elastic(rank, settings, injector, **kwargs):
+    settings = {key: value for key, value in settings.items() if key != "on_nonfinite"}  # which it always does
     strategy = HeteroElasticStrategy(merge="mean", mega_batch_size=20, **settings)
     return _front_end("lightning")(rank, strategy, injector, **kwargs)
 

@@ -6,6 +6,7 @@ All of them happen to real processes under a wall limit.
 import ast
 import json
 import os
+import re
 import time
 import warnings
 from datetime import timedelta
@@ -108,6 +109,24 @@ def test_error_on_one_rank_ends_all_of_them(rank):
     errors = {rank: (kind, message) for rank, kind, message in run(Raise(rank, 6), expect_errors=True)}
     assert errors[rank] == ("ZeroDivisionError", BUG)
     assert set(errors) == {0, 1}
+
+
+class AllRaise(Regressor):
+    """Fails on every rank, each time in the middle of an epoch."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 6:
+            Raise().strike(None, None)
+        return super().training_step(batch, batch_idx)
+
+
+def _all_raise(rank):
+    return fit(rank, {"replan": REPLAN}, 2, 4, model=AllRaise(), dataset=Points(N), max_epochs=1)
+
+
+def test_an_error_on_all_ranks_is_that_error_on_each():
+    errors = run_ranks(_all_raise, 2, timeout=WALL, expect_errors=True)
+    assert errors == [(0, "ZeroDivisionError", BUG), (1, "ZeroDivisionError", BUG)]
 
 
 @pytest.mark.alone
@@ -366,3 +385,37 @@ def test_a_decision_that_one_rank_has_lost_is_an_error_on_all(what):
     errors = run_ranks(_loses, 2, what, timeout=WALL, expect_errors=True)
     assert [kind for _, kind, _ in errors] == ["PlanMismatchError"] * 2
     assert all("the plan and the step of the next sync round must be equal on all ranks" in text for *_, text in errors)
+
+
+class Wider(Regressor):
+    """Has a layer of another size."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[0], self.net[2] = torch.nn.Linear(5, 8), torch.nn.Linear(8, 1)
+        self.net.double()
+
+
+class TurnedRound(Regressor):
+    """Registers its layers in the other order."""
+
+    def __init__(self):
+        super().__init__()
+        first, second = self.net[0], self.net[2]
+        del self.net
+        self.second, self.first = second, first
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def _other_model(rank, other):
+    return fit(rank, {}, 2, 4, model=(Regressor, other)[rank](), dataset=Points(N), max_epochs=1)
+
+
+@pytest.mark.parametrize("other", [Wider, TurnedRound])
+def test_a_model_of_other_shapes_or_of_another_order_is_an_error_on_all_ranks(other):
+    """Torch tells, when the model is wrapped; the parameter by its number."""
+    errors = run_ranks(_other_model, 2, other, timeout=WALL, expect_errors=True)
+    assert [rank for rank, *_ in errors] == [0, 1]
+    assert any(re.search(r"params\[\d+\] in this process", text) for *_, text in errors), errors

@@ -1,0 +1,500 @@
+"""Write ``reliability.md``: what is promised when something goes wrong, the tests that show it, and what is not.
+
+make map
+"""
+
+import inspect
+import sys
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+PAGE = HERE / "reliability.md"
+MARK = "<!-- what follows is written by docs/reliability.py -->\n"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A promise.
+
+    Args:
+        id: letter of its section, and number.
+        promise: what holds; the wording of what is not promised, if ``reason`` is given.
+        tests: functions as ``path::name``, or whole files.
+        bound: number within which it holds.
+        faults: faults of the table that show it.
+        reason: why nothing, or not all of it, is promised.
+    """
+
+    id: str
+    promise: str
+    tests: tuple[str, ...] = ()
+    bound: str = ""
+    faults: tuple[str, ...] = ()
+    reason: str = ""
+
+
+FAULTS, EVERY = "tests/faults/test_faults.py", "tests/faults/test_every_mode.py"
+TORCHRUN, MONITOR = "tests/engines/test_torchrun.py", "tests/comm/agreement/test_rank_monitor.py"
+HEALTH, FILES = "tests/comm/gradients/test_health.py", "tests/strategies/test_whole_files.py"
+RESUME, FRONT_ENDS = "tests/strategies/test_resume.py", "tests/test_front_ends.py"
+TOPK, WIRE = "tests/strategies/test_compression.py", "tests/compression/test_wire_format.py"
+PID, SAMPLER = "tests/core/batching/test_proportional_control.py", "tests/data/test_sampler.py"
+SIGNALS, REGISTRATION = "tests/strategies/test_signals.py", "tests/test_registration.py"
+
+SECTIONS = {"R": "Faults", "M": "Mathematics", "I": "Interfaces", "P": "Costs"}
+ROWS = (
+    Row(
+        "R1",
+        "A killed process, rank 0 or another, ends all others with an error. Under torchrun with `--max-restarts`, "
+        "workers start again, training goes on from the last checkpoint, and each sample counts once an epoch.",
+        (
+            f"{TORCHRUN}::test_workers_killed_and_started_again",
+            f"{TORCHRUN}::test_more_kills_than_restarts_are_an_error",
+        ),
+        "45 s until all have ended; each restart loses the steps since the last checkpoint",
+        ("Kill", "Segfault"),
+        "That survivors keep their processes.",
+    ),
+    Row(
+        "R2",
+        "An exception on one rank is that exception there, and an error on all others; a checkpoint of the exception "
+        "can be saved whichever rank fails.",
+        (
+            f"{FAULTS}::test_error_on_one_rank_ends_all_of_them",
+            f"{FAULTS}::test_an_error_on_one_rank_is_saved_without_waiting_for_the_others",
+        ),
+        "45 s",
+        ("Raise",),
+    ),
+    Row(
+        "R3",
+        "If all ranks fail, each raises its own error; no process is left behind.",
+        (f"{FAULTS}::test_an_error_on_all_ranks_is_that_error_on_each",),
+        "45 s; 10 s more for the last process",
+    ),
+    Row(
+        "R4",
+        "A process that is killed between two collectives, in an agreement on a plan, or while it writes a checkpoint "
+        "leaves no partial update and no partial file: survivors have equal weights, and the last checkpoint loads.",
+        (
+            f"{FAULTS}::test_survivor_of_a_killed_rank_ends_with_an_error",
+            f"{TORCHRUN}::test_workers_killed_and_started_again",
+            f"{FILES}::test_a_file_is_whole_at_every_moment",
+        ),
+        "45 s",
+        ("Kill", "LinkCut"),
+        "Equal weights of survivors if the process is killed in the middle of a sum, which some may have received.",
+    ),
+    Row(
+        "R5",
+        "A machine can leave, come back, or be replaced: torchrun restarts the workers with their new number, and each "
+        "sample still counts once an epoch.",
+        (
+            f"{TORCHRUN}::test_a_machine_leaves_and_another_comes",
+            f"{RESUME}::test_another_number_of_workers_takes_each_sample_once",
+        ),
+        "one restart for each change",
+        reason="That survivors keep their processes; growing pauses between restarts, which torchrun decides on.",
+    ),
+    Row(
+        "R6",
+        "Waiting for missing machines, and giving up.",
+        reason="torchrun waits for `min_nodes` and gives up after its `join_timeout`; this package starts after that.",
+    ),
+    Row(
+        "R7",
+        "The split moves away from a worker that slows down and back when it recovers, without oscillation; the sum "
+        "of the sizes stays the total batch.",
+        (
+            "tests/core/policies/test_measured_times.py::test_a_worker_that_slows_down_and_recovers_is_followed_there_and_back",
+            f"{PID}::test_swapped_speeds_are_followed_in_a_few_changes",
+            f"{PID}::test_noise_causes_no_oscillation",
+            f"{PID}::test_bounds_and_total_are_always_kept",
+            "tests/strategies/test_drift.py",
+            f"{FAULTS}::test_plan_moves_away_from_a_slow_loader",
+        ),
+        "a few changes of the split; no change under noise alone",
+        ("Slow",),
+    ),
+    Row(
+        "R8",
+        "A rank that stands still for some time changes no weight and loses no sample. The log names it; a process "
+        "that stays stopped ends the job.",
+        (
+            f"{MONITOR}::test_a_rank_that_stands_still_for_a_while_is_named_and_loses_nothing",
+            f"{MONITOR}::test_a_rank_that_is_stopped_for_ever_is_named_and_ends_the_job",
+            f"{MONITOR}::test_the_error_of_a_wait_that_is_too_long_names_the_rank",
+            f"{FAULTS}::test_rank_that_stays_away_from_an_agreement_is_given_up_after_the_timeout_of_the_strategy",
+        ),
+        "named after 60 s, ended after 600 s, or after the strategy's `timeout`; Lightning only",
+        ("Freeze", "Pause"),
+        "Names of silent ranks under Fabric, Accelerate and Transformers.",
+    ),
+    Row(
+        "R9",
+        "Messages that arrive late, are sent again, or wait for a link that is down for some time change no weight. "
+        "The report says that training waits for the link.",
+        ("tests/comm/link/test_diagnosis.py::test_rank_0_says_when_the_network_is_thin_and_when_it_stalls",),
+        "delays of 5 ms, losses of 200 ms for every tenth message, an outage of 500 ms",
+        ("LinkDelay", "LinkLoss", "LinkDown"),
+    ),
+    Row(
+        "R10",
+        'With `on_nonfinite="skip"`, a NaN or infinite gradient on one rank skips the step on all ranks. Residuals, '
+        "the noise scale and decisions on the batch stay finite whatever the setting.",
+        (
+            "tests/strategies/test_elastic_training.py::test_a_replica_that_is_not_finite_is_replaced_by_the_others",
+            f"{HEALTH}::test_a_skipped_step_leaves_weights_and_momentum_as_they_are",
+            f"{HEALTH}::test_stopping_is_an_error_on_all_ranks_that_names_rank_and_batch",
+            f"{FAULTS}::test_nan_on_one_rank_is_what_it_is_under_ddp",
+            f"{TOPK}::test_a_gradient_that_is_not_finite_is_left_out_on_all_ranks",
+            f"{TOPK}::test_loss_scaler_and_residuals_agree",
+            "tests/callbacks/test_noise_scale.py::test_nan_and_inf_in_one_workers_gradient_leave_the_estimate_finite",
+            "tests/callbacks/test_adaptive_batch.py::test_nan_and_inf_in_one_workers_gradient_leave_the_decision_alive",
+        ),
+        "the same step on all ranks",
+        ("NaN", "Inf"),
+    ),
+    Row(
+        "R11",
+        "A rank without samples has weight 0 and keeps no other waiting. A `training_step` that returns `None` is an "
+        "error on all ranks, as under every distributed strategy of Lightning.",
+        (
+            f"{FRONT_ENDS}::test_weights_equal_one_process",
+            f"{SAMPLER}::test_rank_without_a_share_runs_the_smallest_batch",
+            "tests/test_limits.py::test_row",
+        ),
+        "1e-12",
+    ),
+    Row(
+        "R12",
+        "A step for which one rank lacks memory ends all ranks with an error. `probe_memory` finds each rank's largest "
+        "batch before training, and plans keep within it.",
+        (
+            "tests/strategies/test_probe.py::test_bound_is_found",
+            "tests/strategies/test_probe.py::test_every_plan_respects_the_bound_of_every_rank",
+        ),
+        "45 s",
+        ("OutOfMemory",),
+        "That training goes on after such a step.",
+    ),
+    Row(
+        "R13",
+        "One unit in the last place of one weight is found, with parameter, ranks and batch. Models of other shapes, "
+        "or with parameters in another order, are an error on all ranks.",
+        (
+            f"{HEALTH}::test_each_element_is_compared_sooner_or_later",
+            f"{HEALTH}::test_roundings_are_told_of_devices_of_one_kind_only",
+            f"{FAULTS}::test_a_model_of_other_shapes_or_of_another_order_is_an_error_on_all_ranks",
+        ),
+        "32 parameters at each sync round; single bits between devices of one kind only",
+        ("Diverge",),
+        "A comparison at the end of training under Fabric and Accelerate, which do not say that it ends.",
+    ),
+    Row(
+        "R14",
+        "Ranks that hold different plans, or expect the next sync round at different steps, raise the same error "
+        "before the next step.",
+        (f"{FAULTS}::test_a_decision_that_one_rank_has_lost_is_an_error_on_all",),
+        "the sync round in which it happens",
+        ("WrongPlan",),
+        "That the plan is sent again: a rank that has lost it is no longer in step.",
+    ),
+    Row(
+        "R15",
+        "A compressed message that is cut off, changed, or an earlier one is refused on all ranks, with rank, bucket "
+        "and step. Nothing of it is applied.",
+        (
+            f"{WIRE}::test_a_malformed_message_is_refused_with_rank_and_bucket",
+            "tests/comm/compressors/block_topk/test_host_path.py::test_a_malformed_message_names_its_rank_and_moves_nothing",
+            f"{TOPK}::test_a_corrupted_message_ends_the_run_with_rank_and_bucket",
+        ),
+        "the step of the message",
+        ("CorruptMessage",),
+    ),
+    Row(
+        "R16",
+        "A checkpoint file that is cut off, or in which a byte has changed, is a named error; training goes on from "
+        "the one before if the damaged one is the `last`. State that is missing or malformed is a named error, and "
+        "files of the older kind are read.",
+        (
+            f"{FILES}::test_a_damaged_file_is_named_or_loads_what_was_saved",
+            f"{FILES}::test_a_training_goes_on_from_the_newest_whole_file_where_the_last_is_damaged",
+            f"{FILES}::test_the_older_kind_of_file_is_read",
+            f"{RESUME}::test_malformed_state_of_ours_is_a_named_error",
+            f"{RESUME}::test_ranks_with_different_checkpoints_are_told",
+        ),
+        "all 8 bits of every byte of the directory; 1200 random damages",
+        ("TruncateCheckpoint", "FlipByte"),
+        "Folders that Accelerate and Transformers save, and sharded ones.",
+    ),
+    Row(
+        "R17",
+        "A checkpoint goes on with another number of workers and in plain `ddp`, and one of plain `ddp` here; no "
+        "sample is skipped or repeated.",
+        (
+            f"{RESUME}::test_mid_epoch_and_epoch_end_continue_identically",
+            f"{RESUME}::test_no_sample_is_skipped_between_any_two_numbers_of_workers",
+            f"{RESUME}::test_plain_ddp_reads_our_checkpoint_and_we_read_its",
+            f"{FRONT_ENDS}::test_another_number_of_workers_takes_each_sample_once",
+        ),
+        "equal to the last bit with the same number of workers",
+    ),
+    Row(
+        "R18",
+        "SIGTERM to any rank ends all of them before the same batch, with a checkpoint where one is asked for.",
+        (
+            f"{SIGNALS}::test_all_ranks_end_with_a_checkpoint_when_told_at_almost_the_same_time",
+            f"{SIGNALS}::test_one_rank_that_is_told_ends_all",
+            f"{SIGNALS}::test_slurms_signal_to_requeue_saves_on_all_ranks_at_the_same_batch",
+        ),
+        "the second batch after the signal",
+        ("Sigterm",),
+        "The same under Fabric, Accelerate and Transformers, where the process ends at once.",
+    ),
+    Row(
+        "R19",
+        "If the record of a run cannot be written, training goes on, with one warning. A full disk raises no other "
+        "error of a logger or a checkpoint than under `ddp`, and leaves the older file whole.",
+        (
+            f"{FAULTS}::test_full_disk_is_no_worse_than_under_ddp",
+            f"{FILES}::test_a_disk_that_is_full_leaves_the_file_that_was_there",
+        ),
+        "one line",
+        ("DiskFull", "ReadOnly"),
+    ),
+    Row(
+        "R20",
+        "Clocks of hosts may differ, and may be set while training runs.",
+        (f"{FAULTS}::test_the_package_reads_no_time_of_day", f"{FAULTS}::test_clocks_of_hosts_may_differ"),
+        "5 hours",
+        ("ClockJump",),
+    ),
+    Row(
+        "M1",
+        "For any split, loss reduction, accumulation and clipping, gradients and weights are those of one process on "
+        "the whole batch.",
+        (f"{FRONT_ENDS}::test_weights_equal_one_process", f"{FRONT_ENDS}::test_weights_equal_stock_lightning"),
+        "1e-12 in double precision",
+    ),
+    Row(
+        "M2",
+        "Block top-k with density 1 is the dense sum, and what is sent and what is left add up to the gradient.",
+        (
+            f"{TOPK}::test_density_1_is_the_dense_gradient",
+            f"{TOPK}::test_applied_and_left_make_up_all_gradients",
+            "tests/compression/test_reference.py::test_what_is_sent_and_what_stays_make_up_what_there_was",
+            "tests/compression/host/test_encoder.py::test_double_residuals_lose_nothing",
+        ),
+        "1e-4 in single precision; nothing is lost",
+    ),
+    Row(
+        "M3",
+        "The Triton kernels compute what their reference in torch does.",
+        (
+            "tests/compression/triton_gpu/test_encoder.py::test_kernels_compute_what_the_reference_does",
+            "tests/compression/triton_gpu/test_encoder.py::test_kernels_compute_what_the_reference_does_natively",
+        ),
+        "equal; on CPUs by Triton's interpreter, on GPUs natively",
+    ),
+    Row(
+        "M4",
+        "Estimates of the noise scale are unbiased for any split, and the running estimate finds a known one.",
+        (
+            "tests/core/noise/test_estimators.py::test_estimates_are_unbiased",
+            "tests/core/noise/test_estimators.py::test_pooled_has_the_variance_that_is_stated",
+            "tests/core/noise/test_running.py::test_running_average_finds_the_noise_scale",
+        ),
+        "5 % after 4000 steps",
+        reason="A bound for gradients with heavy tails, whose variance may not exist.",
+    ),
+    Row(
+        "M5",
+        "The split is the optimum of the time model, keeps sum and bounds, and gives a faster worker no fewer samples.",
+        (
+            "tests/core/batching/test_optperf.py::test_integer_optimum_is_never_worse_than_the_integer_programmes",
+            "tests/core/batching/test_optperf.py::test_sums_and_bounds_are_kept_and_the_time_is_the_models",
+            "tests/core/batching/test_optperf.py::test_faster_worker_never_gets_fewer",
+        ),
+        "never worse than an integer programme",
+    ),
+    Row(
+        "M6",
+        "Proportional control settles, does not wind up at a bound, and loses no sample to rounding.",
+        (
+            f"{PID}::test_fixed_times_are_converged_to_in_a_few_changes",
+            f"{PID}::test_random_shapes_and_bounds_settle_within_three_changes",
+            f"{PID}::test_a_worker_held_at_its_minimum_lets_the_others_settle",
+            f"{PID}::test_bounds_and_total_are_always_kept",
+        ),
+        "three changes",
+    ),
+    Row(
+        "M7",
+        "Each sample is drawn by one rank, once an epoch, in an order that seed, epoch and plan determine, also after "
+        "a resume in the middle of an epoch.",
+        (
+            f"{SAMPLER}::test_each_index_once",
+            f"{SAMPLER}::test_sizes_are_those_of_the_history_that_holds",
+            f"{SAMPLER}::test_resumed_epoch_goes_on_where_it_stopped",
+            f"{SAMPLER}::test_resume_with_another_number_of_ranks",
+        ),
+        "equal sets",
+    ),
+    Row(
+        "M8",
+        "Means over an epoch count samples, not ranks.",
+        ("tests/strategies/test_logging.py",),
+        "the mean over all samples",
+        reason="`SyncBatchNorm`: torch has none on CPUs, and its test on GPUs (`tests/gpu`) has not run yet. "
+        "Plain batch normalization, which sees each rank's own batch; and values logged with `on_step=True`.",
+    ),
+    Row(
+        "I1",
+        "A wrong setting is an error when it is given, on every rank, that says what was given, what is allowed and "
+        "what to do.",
+        (
+            f"{FRONT_ENDS}::test_wrong_settings_are_errors_on_every_rank",
+            "tests/strategies/test_arguments.py",
+            f"{TOPK}::test_wrong_arguments_are_refused_at_construction",
+        ),
+        "before the first step",
+    ),
+    Row(
+        "I2",
+        "Features of Lightning work or are refused with the lines to change: the table in [Limits](limits.md).",
+        (
+            "tests/test_limits.py::test_row",
+            "tests/test_limits.py::test_table_and_cases_name_the_same_rows",
+            "tests/test_limits.py::test_what_is_refused_shows_the_lines_to_change",
+        ),
+        "one case for each row",
+    ),
+    Row(
+        "I3",
+        "The package imports without a GPU and without its extras; what needs an extra names the command that installs "
+        "it.",
+        (
+            f"{REGISTRATION}::test_importing_the_package_imports_nothing_heavy",
+            "tests/transformers/test_flag.py::test_without_transformers_the_extra_is_named",
+            "tests/distributions.py",
+        ),
+        "required packages only",
+    ),
+    Row(
+        "P1",
+        "A step takes hardly longer than under `ddp`.",
+        ("tests/test_docs.py::test_overhead_is_that_of_the_benchmark",),
+        "measured: [Benchmarks](benchmarks.md)",
+        reason="A number for your machine: two busy cores cannot show 2 %. No test asserts a speed.",
+    ),
+    Row(
+        "P2",
+        "What a training has set up is gone afterwards: process groups, hooks of optimizers, handlers of signals.",
+        (
+            "tests/comm/agreement/test_group_lifetime.py",
+            "tests/comm/gradients/test_nonfinite.py::test_nothing_is_skipped_any_more_once_the_skipper_has_gone",
+            f"{SIGNALS}::test_lightning_is_left_as_it_was",
+        ),
+        "nothing left",
+        reason="Flat memory over thousands of steps.",
+    ),
+)
+
+
+def cell(text: str) -> str:
+    """Return a text as a cell of a table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """Return a table in Markdown."""
+    lines = [columns, ("---",) * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(cell(text) for text in line)} |" for line in lines)
+
+
+def shown_by(row: Row) -> str:
+    """Return the tests of a row: functions with their files, whole files, and faults of the table."""
+    named = [test.partition("::") for test in row.tests]
+    tests = [f"`{name}` in `{path}`" if name else f"`{path}`" for path, _, name in named]
+    faults = (
+        [f"{', '.join(f'`{name}`' for name in row.faults)} [in the table](#faults-and-modes)"] if row.faults else []
+    )
+    return "; ".join([*faults, *tests])
+
+
+def promised(row: Row) -> str:
+    """Return the promise of a row, with what is not promised."""
+    if not row.reason:
+        return row.promise
+    return f"{row.promise} **Not promised:** {row.reason}"
+
+
+def suite() -> tuple[Any, Any]:
+    """Return the modules with the pairs of faults and modes, and with the invariants."""
+    sys.path.insert(0, str(ROOT))
+    try:
+        from tests.faults import invariants, pairs
+    finally:
+        sys.path.remove(str(ROOT))
+    return pairs, invariants
+
+
+def first_line(documented: Any) -> str:
+    """Return the first sentence or line of a docstring."""
+    return (inspect.getdoc(documented) or "").partition("\n")[0]
+
+
+def list_of(names: list[str], everything: list[str]) -> str:
+    """Return the names of modes, or those that are missing if these are fewer."""
+    missing = [name for name in everything if name not in names]
+    if not missing:
+        return "all"
+    return f"all but {', '.join(missing)}" if len(missing) < len(names) else ", ".join(names)
+
+
+def faults() -> str:
+    """Return the table of faults with their invariants and modes, and which pairs are left out for which reason."""
+    pairs, invariants = suite()
+    modes, rows = list(pairs.MODES), []
+    for kind, of_kind in groupby(pairs.FAULTS, key=type):
+        variants = list(of_kind)
+        invariant = invariants.INVARIANTS[kind]
+        run = [mode for mode in modes if any((one, mode) in pairs.PAIRS for one in variants)]
+        rows.append((f"`{kind.__name__}`", first_line(kind), first_line(invariant), list_of(run, modes)))
+    left = [
+        (", ".join(f"`{kind}`" for kind in kinds), list_of(list(of), modes), why) for kinds, of, why in pairs.LEFT_OUT
+    ]
+    return "\n\n".join(
+        (
+            "## Faults and modes",
+            f"`tests/faults` puts {len(pairs.FAULTS)} faults into {len(modes)} modes of training: {len(pairs.PAIRS)} "
+            "runs on two ranks (three with a hierarchy), each of which has to end within 45 seconds and to leave no "
+            "process behind. How often a fault happened is counted in each run.",
+            table(("fault", "what happens", "what must hold", "modes"), rows),
+            "These pairs are left out:",
+            table(("fault", "modes", "reason"), left),
+        )
+    )
+
+
+def sections() -> str:
+    """Return a section with a table for each kind of promise, and that of the faults."""
+    parts = []
+    for letter, title in SECTIONS.items():
+        rows = [(row.id, promised(row), shown_by(row), row.bound) for row in ROWS if row.id.startswith(letter)]
+        parts.append(f"## {title}\n\n" + table(("", "promise", "tests", "bound"), rows))
+    return "\n\n".join((*parts, faults())) + "\n"
+
+
+def page(text: str) -> str:
+    """Return the page with the tables of now behind the text that stands before them."""
+    return text[: text.index(MARK) + len(MARK)] + "\n" + sections()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))
