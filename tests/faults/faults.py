@@ -47,13 +47,14 @@ class Injector:
     def __init__(self, fault, rank, folder):
         self.fault, self.rank, self.folder = fault, rank, Path(folder)
         self.batches = self.messages = 0
-        self.parameters = []
+        self.parameters, self.weights = [], []
         self.mine = fault is not None and fault.rank == rank
         if self.mine:
             fault.prepare(self)
 
     def __call__(self, loss):
         batch, self.batches, self.parameters = self.batches, self.batches + 1, parameters_of(loss)
+        self.weights.append(torch.cat([parameter.detach().flatten() for parameter in self.parameters]))
         if not self.mine or not self.fault.at <= batch < self.fault.at + self.fault.batches:
             return loss
         self.count()
@@ -72,9 +73,9 @@ class Injector:
         return self.batches > self.fault.at
 
     def end(self):
-        """Leave the number of batches and the weights of this rank behind, however the training ends."""
-        weights = [parameter.detach().flatten() for parameter in self.parameters]
-        torch.save((self.batches, torch.cat(weights or [torch.zeros(0)])), self.folder / f"left{self.rank}")
+        """Leave the weights before each batch and at the end behind, however the training ends."""
+        last = [parameter.detach().flatten() for parameter in self.parameters]
+        torch.save([*self.weights, torch.cat(last)] if last else [], self.folder / f"left{self.rank}")
 
 
 @dataclass(frozen=True)
@@ -270,7 +271,7 @@ class WrongPlan(Fault):
 
 @dataclass(frozen=True)
 class CorruptMessage(Fault):
-    """A compressed message arrives cut off, with indices that do not exist under a checksum that fits, or again."""
+    """A compressed message arrives cut off, with another bit, with impossible indices, or a second time."""
 
     kind: str = "truncated"
     batches: ClassVar[int] = 0
@@ -287,6 +288,8 @@ class CorruptMessage(Fault):
             injector.count()
             if self.kind == "truncated":
                 message[len(message) // 2 :] = 0
+            elif self.kind == "flipped":
+                message[form.values_at] ^= 4
             elif self.kind == "indices":
                 message[form.places_at : form.values_at] = 255
                 resealed(SimpleNamespace(positions=form.positions), message)
@@ -452,6 +455,7 @@ FAULTS = (
     Diverge(),
     WrongPlan(),
     CorruptMessage(kind="truncated"),
+    CorruptMessage(kind="flipped"),
     CorruptMessage(kind="indices"),
     CorruptMessage(kind="duplicated"),
     LinkDelay(),

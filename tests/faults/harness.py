@@ -21,13 +21,13 @@ class Outcome:
         results: what each rank returned; ``None`` if one failed.
         errors: kind and text of each failed rank's error.
         injected: how often the fault happened.
-        left: number of batches, and the weights, of each rank that did not vanish.
+        left: weights before each batch, and at the end, of each rank that did not vanish.
     """
 
     results: list[dict[str, Any]] | None
     errors: dict[int, tuple[str, str]]
     injected: int
-    left: dict[int, tuple[int, torch.Tensor]]
+    left: dict[int, list[torch.Tensor]]
 
 
 def _train(rank, fault, mode, folder, kwargs):

@@ -1,6 +1,7 @@
 """What must hold after each fault: one invariant for each, checked on all ranks."""
 
 import re
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -55,8 +56,9 @@ def step_is_skipped(fault, mode, outcome, undisturbed):
     loss = [[line for line in result["said"] if "the loss is" in line] for result in outcome.results]
     assert [len(lines) for lines in loss] == [int(rank == fault.rank) for rank in range(mode.ranks)]
     assert f"rank {fault.rank}: the loss is {fault.factor} in batch {fault.at}" in loss[fault.rank][0]
-    if mode.repeats:
-        assert not np.array_equal(outcome.results[0]["weights"], undisturbed.results[0]["weights"])
+    for weights in outcome.left.values():
+        moved = [not torch.equal(*pair) for pair in pairwise(weights[: fault.at + 3])]
+        assert moved == [step != fault.at for step in range(fault.at + 2)]
 
 
 def difference_is_told(fault, mode, outcome, undisturbed):
@@ -80,7 +82,7 @@ def all_end(fault, mode, outcome, undisturbed):
             assert kind != "Died"
             assert re.search(GONE, text), text
     if mode.in_step:  # no update that only some of the others have taken
-        others = [weights for rank, (_, weights) in outcome.left.items() if rank != fault.rank]
+        others = [weights[-1] for rank, weights in outcome.left.items() if rank != fault.rank]
         assert len(others) == mode.ranks - 1
         assert all(torch.equal(weights, others[0]) for weights in others)
 
@@ -99,7 +101,7 @@ def all_stop_together(fault, mode, outcome, undisturbed):
         range(mode.ranks), "SIGTERMException"
     )
     if mode.in_step:
-        assert [batches for batches, _ in outcome.left.values()] == [fault.at + 2] * mode.ranks
+        assert [len(weights) - 1 for weights in outcome.left.values()] == [fault.at + 2] * mode.ranks
 
 
 def no_rank_goes_on(fault, mode, outcome, undisturbed):
