@@ -38,7 +38,7 @@ class Row:
 
 
 FAULTS, EVERY = "tests/faults/test_faults.py", "tests/faults/test_every_mode.py"
-TORCHRUN, MONITOR = "tests/engines/test_torchrun.py", "tests/comm/agreement/test_rank_monitor.py"
+TORCHRUN, MONITOR = "tests/engines/test_torchrun.py", "tests/comm/failures/test_rank_monitor.py"
 HEALTH, FILES = "tests/comm/gradients/test_health.py", "tests/strategies/test_whole_files.py"
 RESUME, FRONT_ENDS = "tests/strategies/test_resume.py", "tests/test_front_ends.py"
 TOPK, WIRE = "tests/strategies/test_compression.py", "tests/compression/test_wire_format.py"

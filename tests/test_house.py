@@ -15,7 +15,7 @@ FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
 
 # A package may import the packages on its right, never one on its left.
 LAYERS = (
-    *("cli", "report", "simulate"),
+    *("cli", "keeper", "report", "simulate"),
     "transformers",
     *("accelerate", "strategies", "callbacks"),
     "session",
@@ -54,6 +54,7 @@ SUB_LAYERS = {
         *("noise", "link", "gradients"),
         *("collectives", "timing"),
         "agreement",
+        "membership",
         "failures",
     ),
 }

@@ -1,5 +1,6 @@
 """Parts of an engine, their public values, and their state in a checkpoint."""
 
+import os
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,6 +17,7 @@ from lightning_hetero.comm.gradients.ddp_hook import HookState
 from lightning_hetero.comm.gradients.health import Health
 from lightning_hetero.comm.gradients.loss_weighting import LossWeighting
 from lightning_hetero.comm.link.diagnosis import LinkDiagnosis
+from lightning_hetero.comm.membership.slots import Slot
 from lightning_hetero.comm.noise.collector import NoiseCollector
 from lightning_hetero.comm.timing.clock import agreed_clock
 from lightning_hetero.comm.timing.settings import SETTINGS
@@ -86,7 +88,10 @@ class EngineParts:
         watch = RunWatch(rank, world_size, device, records=bool(config.report))
         self.rounds = SyncRounds(self.control, self.data, self.observer, diagnosis, watch)
         self.notices, self.position = Notices(rank == 0), (0, 0)
-        self.control.failures.begin(job_store, self, lambda own: (*own.position, own.hook_state.backward_via_strategy))
+        if Slot.of(os.environ) is None:  # else its keeper watches it, and the others go on without it
+            self.control.failures.begin(
+                job_store, self, lambda own: (*own.position, own.hook_state.backward_via_strategy)
+            )
 
     def restore_weights_by(self, put_back: Callable[[], None] | None) -> None:
         """Set the function that restores weights if a step runs with predicted ones; ``None`` if none does."""

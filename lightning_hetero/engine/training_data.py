@@ -67,6 +67,7 @@ class TrainingData:
         self.workers: Workers | None = None
         self.batch_size, self.min_local = 0, config.min_local_batch_size or 1
         self._memory_bound: int | None = None
+        self._even_ranks = control.world_size
         self.streams = StreamData(config, control)
         self.costs = SampleCosts(config, control)
         self.cost_learning: CostLearning | None = None
@@ -78,6 +79,10 @@ class TrainingData:
     def bound_by_memory(self, number: int | None) -> None:
         """Allow at most ``number`` samples per batch on this rank; ``None`` for no bound."""
         self._memory_bound = number
+
+    def keep_total_of(self, ranks: int) -> None:
+        """Take the total batch of so many ranks, those that the job began with; call it before data is sharded."""
+        self._even_ranks = ranks
 
     def leave_whole(self) -> None:
         """Note that the training data is not sharded."""
@@ -117,7 +122,7 @@ class TrainingData:
             + ("" if division is None else f", {type(division).__name__} {division.fingerprint():08x}"),
         )
         self.batch_size = batch_size
-        start = self._begin(batch_size * self.control.world_size, planner, epoch)
+        start = self._begin(batch_size * self._even_ranks, planner, epoch)
         assert self.workers is not None
         division = self._by_cost(dataset, planner) if division is None else division
         sampler = UnevenBatchSampler(
@@ -138,7 +143,7 @@ class TrainingData:
         self.costs.refuse_unknown("a stream", "use a map-style dataset")
         self.cost_learning = None
         self.batch_size, known = self.streams.measured(stream)
-        start = self._begin(self.batch_size * self.control.world_size, planner, epoch)
+        start = self._begin(self.batch_size * self._even_ranks, planner, epoch)
         assert self.workers is not None
         sampler = self.streams.sampler(stream, self._history, self.workers, start, known)
         self.sampler = sampler

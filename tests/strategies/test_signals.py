@@ -111,7 +111,7 @@ class Fake:
     """What handlers ask of a trainer; two ranks in one process, whose messages meet in :meth:`maximum_later`."""
 
     def __init__(self, world_size):
-        self.killed, self.requeued, self.others = [], [], [0, 0]
+        self.killed, self.requeued, self.others = [], [], [0, 0, 0]
         launcher = SimpleNamespace(kill=self.killed.append)
         self.connector = SimpleNamespace(
             received_sigterm=False,
@@ -160,9 +160,9 @@ def test_a_requeue_is_asked_for_once():
 @pytest.mark.parametrize("when", ["before the last check", "after it"])
 def test_a_signal_to_another_rank_at_the_very_end_is_obeyed(when):
     one = Fake(2)
-    one.others = [signal.SIGTERM if when == "before the last check" else 0, 0]
+    one.others = [signal.SIGTERM if when == "before the last check" else 0, 0, 0]
     one.signals.check()
-    one.others = [0 if when == "before the last check" else signal.SIGTERM, 0]
+    one.others = [0 if when == "before the last check" else signal.SIGTERM, 0, 0]
     with pytest.raises(SIGTERMException):
         one.signals.finish()
     assert one.signals.agreed

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Backend, BackendConfig
 
+from lightning_hetero.comm.membership.group_sockets import making_group
+
 __all__ = ["backend_of", "new_group"]
 
 
@@ -32,7 +34,7 @@ def new_group(ranks: list[int] | None = None, **kwargs: Any) -> Any:
     group and, on ranks outside it, calls a function that only NCCL has: gloo fails with "no attribute
     'perform_nocolor_split'".
     """
-    with _unbound_without_split():
+    with _unbound_without_split(), making_group():
         return dist.new_group(ranks, **kwargs)
 
 

@@ -120,6 +120,9 @@ class GradientAverager(ABC):
     def after_backward(self) -> None:  # noqa: B027 - most averagers have nothing to do here
         """Hand over the gradients that the optimizer gets in place of DDP's buckets."""
 
+    def undo_failed(self) -> None:  # noqa: B027 - most averagers change nothing before a sum has arrived
+        """Undo what a backward pass that has failed changed on this rank: its step is done again."""
+
     @property
     def undecided(self) -> bool:
         """``True`` while ``"auto"`` has not yet chosen how gradients are sent."""

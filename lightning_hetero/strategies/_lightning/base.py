@@ -49,3 +49,7 @@ class LightningMixin(DDPStrategy):
         module = importlib.import_module(f"{self._namespace}.utilities.exceptions")
         error: type[Exception] = module.MisconfigurationException
         return error
+
+    def _members_change(self) -> bool:
+        """Return whether a worker waits to join."""
+        return False

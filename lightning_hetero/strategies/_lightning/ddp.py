@@ -16,6 +16,7 @@ from lightning_hetero.frontend.log import show_log
 from lightning_hetero.frontend.model_setup import attach_module, loss_scaler
 from lightning_hetero.frontend.wrap_model import WrappedModel
 from lightning_hetero.strategies._arguments import check_arguments, check_communication, refuse_for_own_loops
+from lightning_hetero.strategies._lightning.membership.strategy import MembershipMixin
 from lightning_hetero.strategies._lightning.probes.memory import probe_module
 from lightning_hetero.strategies._lightning.staleness import attach_staleness
 from lightning_hetero.strategies._lightning.uneven_steps import UnevenStepsMixin
@@ -29,7 +30,7 @@ __all__ = ["HeteroDDPMixin"]
 show_log()
 
 
-class HeteroDDPMixin(UnevenStepsMixin):
+class HeteroDDPMixin(UnevenStepsMixin, MembershipMixin):
     """Data-parallel training on unequal workers, with the gradients of a single process (Cannikin; dynamic batching).
 
     As under DDP, the DataLoader's ``batch_size`` is the samples per worker, here on average: the total batch is
@@ -151,6 +152,7 @@ class HeteroDDPMixin(UnevenStepsMixin):
         assert self.engine is not None
         self._require_one_checkpoint()
         self._check_module(self.engine)
+        self.keep_total(self.engine)
         if self.config.probe_memory:
             module = self._pl_module
             self.engine.data.bound_by_memory(probe_module(self._trainer, module, self.root_device, self.config))

@@ -29,6 +29,7 @@ class AloneMixin(LightningMixin):
     """
 
     engine: HeteroEngine | ElasticEngine | None
+    _leaving = False
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks of the exception; in an error that follows from another rank's, name that rank."""
@@ -43,8 +44,10 @@ class AloneMixin(LightningMixin):
 
     @property
     def _alone(self) -> bool:
-        """``True`` while this rank handles an exception that the others may not have."""
+        """``True`` while this rank handles an exception that the others may not have, or leaves their group."""
         trainer = self._trainer_if_any
+        if self._leaving:
+            return True
         return trainer is not None and bool(trainer.interrupted) and not self._told_together
 
     def barrier(self, *args: object, **kwargs: object) -> None:
@@ -82,7 +85,7 @@ class EndingMixin(AloneMixin):
         """Note signals from now on, before Lightning registers handlers."""
         trainer = self._trainer_if_any
         if self.engine is not None and trainer is not None:
-            self._signals = SharedSignals(trainer, self.engine.control).install()
+            self._signals = SharedSignals(trainer, self.engine.control, self._members_change).install()
 
     def settle_signals(self) -> None:
         """Wait for the last message about signals; a process that ends must not leave it in flight."""

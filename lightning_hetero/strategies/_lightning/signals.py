@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.agreement.shared_notes import SharedNotes
+from lightning_hetero.strategies._lightning.membership.launcher import MembersChangeError
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -36,6 +37,7 @@ class _Note(IntEnum):
 
     END = 0
     REQUEUE = 1
+    MEMBERS = 2
 
 
 def sigterm_at_next_merge(trainer: "Trainer", note: Callable[[], None]) -> None:
@@ -73,12 +75,16 @@ class SharedSignals:
     Args:
         trainer: trainer whose handlers and check are replaced.
         control: control plane of the ranks.
+        members_change: returns whether a worker waits to join.
     """
 
-    def __init__(self, trainer: "Trainer", control: ControlPlane) -> None:
+    def __init__(
+        self, trainer: "Trainer", control: ControlPlane, members_change: Callable[[], bool] = lambda: False
+    ) -> None:
         self._trainer, self._control = trainer, control
-        self._noted: list[int | None] = [None, None]  # numbers of the signals that came
+        self._noted: list[int | None] = [None] * len(_Note)  # numbers of the signals that came
         self._notes = SharedNotes(control, len(_Note))
+        self._members_change = members_change
         self._requeue: Callable[[int, FrameType | None], None] | None = None
         self.agreed = self.asked = False  # asked: whether Lightning checks before each batch
 
@@ -107,8 +113,8 @@ class SharedSignals:
 
     def start(self) -> None:
         """Check before each batch from now on."""
-        self.asked = hasattr(self._trainer.fit_loop.epoch_loop, CHECK)
-        if self._control.world_size > 1 and self.asked:
+        self.asked = hasattr(self._trainer.fit_loop.epoch_loop, CHECK) and self._control.world_size > 1
+        if self.asked:
             setattr(self._trainer.fit_loop.epoch_loop, CHECK, self.check)
 
     def check(self) -> None:
@@ -116,8 +122,11 @@ class SharedSignals:
 
         Raises:
             SIGTERMException: on all ranks, if one was told to end.
+            MembersChangeError: on all ranks, if a worker waits to join.
         """
         if self._control.world_size == 1:
+            if self._members_change():
+                raise MembersChangeError("a worker waits to join")
             return
         self._obey(self._notes.take())
         self._send()
@@ -132,7 +141,9 @@ class SharedSignals:
             return
         before = self._notes.take()
         self._send()
-        self._obey([max(pair) for pair in zip(before, self._notes.take(), strict=True)])
+        told = [max(pair) for pair in zip(before, self._notes.take(), strict=True)]
+        told[_Note.MEMBERS] = 0  # training has ended
+        self._obey(told)
 
     def settle(self) -> None:
         """Wait for the message in flight, and ignore it."""
@@ -145,6 +156,7 @@ class SharedSignals:
             vars(self._trainer._signal_connector).pop(name, None)
 
     def _send(self) -> None:
+        self._noted[_Note.MEMBERS] = int(self._members_change())
         self._notes.send([number or 0 for number in self._noted])
         self._noted[_Note.REQUEUE] = None
 
@@ -155,3 +167,5 @@ class SharedSignals:
             self.agreed = True
             self._trainer._signal_connector.received_sigterm = True
             raise SIGTERMException
+        if told[_Note.MEMBERS]:
+            raise MembersChangeError("a worker waits to join")

@@ -73,7 +73,6 @@ class BlockTopKAverager(GradientAverager):
         return cls(settings, context)
 
     def _path(self, parameters: Mapping[str, torch.Tensor], *, hold_unused: bool) -> HostPath | DevicePath:
-        """Return the path of messages on the parameters' device."""
         encoder = self._encoder(parameters, hold_unused)
         device = next(iter(parameters.values())).device
         rows = torch.zeros((self.topology.size, encoder.form.num_bytes), dtype=torch.uint8, device=device)
@@ -217,7 +216,6 @@ class BlockTopKAverager(GradientAverager):
         self._pass = BackwardPass(weight=1.0 / (self.world_size * scale), scale=scale)
 
     def _add_up(self, bucket: dist.GradBucket) -> Future:
-        """Average a bucket of a dense step."""
         buffer = bucket.buffer()
         buffer.mul_(1.0 / self.world_size)
         if self.stale is not None:
@@ -230,7 +228,6 @@ class BlockTopKAverager(GradientAverager):
         return self.topology.all_reduce(buffer)
 
     def _send(self) -> InFlight:
-        """Write this rank's message, and send it."""
         self.settle()
         self.path.write(self._pass, self.step)
         arrived = self.messages.send(self.step, self._sent_bytes)
@@ -262,7 +259,6 @@ class BlockTopKAverager(GradientAverager):
         self.path.settle(self)
 
     def _wait(self) -> None:
-        """Wait for the outcome of the last step and for messages in flight."""
         self.settle()
         if self.stale is not None:
             self.stale.wait()
@@ -279,6 +275,10 @@ class BlockTopKAverager(GradientAverager):
             self._pass.hand_over(self.path.blocks(self._pass))
 
     # state
+
+    def undo_failed(self) -> None:
+        """Take the gradient of a pass that has failed out of the residual, and put back what it has sent."""
+        self.path.undo_failed(self._pass)
 
     def residuals(self) -> dict[str, torch.Tensor]:
         """Return the residuals (not sent yet) of this rank by parameter: parts of the weighted sum over ranks."""

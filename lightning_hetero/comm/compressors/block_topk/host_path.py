@@ -48,6 +48,12 @@ class HostPath(MessagePath[HostEncoder]):
         averager.skip(sent.step, f"on {'another rank than this' if sent.finite else 'this rank'}")
         return []
 
+    def undo_failed(self, running: BackwardPass) -> None:
+        """Undo a backward pass whose messages have not arrived, up to one rounding; nothing if they have."""
+        if running.waiting:
+            self.encoder.undo()
+            self.encoder.finish()
+
     def _on_host(self, sent: InFlight) -> torch.Tensor:
         return sent.rows.cpu() if self.copies else sent.rows
 

@@ -133,6 +133,9 @@ class MessagePath(ABC, Generic[Encoder]):
     def on_host(self, selector: str) -> "HostPath":
         """Return a path on the host that takes over these residuals."""
 
+    def undo_failed(self, running: BackwardPass) -> None:  # noqa: B027 - on a GPU, the host does not know what was sent
+        """Undo a backward pass whose messages have not arrived."""
+
     def merged(self, slot: Slot) -> torch.Tensor:
         """Return a parameter's part of the merged sum."""
         return self.encoder.merged[slot.start : slot.start + slot.numel]

@@ -1,0 +1,52 @@
+"""Sockets of the process groups, so that a worker can leave them although a call in them waits for one that is lost.
+
+Gloo has no way to end a call in flight: freeing a group waits for it, and two workers that leave wait for each other.
+When its sockets are shut down, the call fails on both sides.
+"""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+__all__ = ["making_group", "shut_down_groups"]
+
+_made: set[str] = set()
+"""Sockets, by the names that the kernel gives them and never gives again."""
+
+DESCRIPTORS = "/proc/self/fd"
+
+
+def _sockets() -> dict[str, int]:
+    """Return the descriptors of this process's sockets by the kernel's names; empty on other systems than Linux."""
+    found = {}
+    with suppress(FileNotFoundError):
+        for entry in os.listdir(DESCRIPTORS):
+            with suppress(OSError):  # closed meanwhile
+                name = os.readlink(f"{DESCRIPTORS}/{entry}")
+                if name.startswith("socket:"):
+                    found[name] = int(entry)
+    return found
+
+
+@contextmanager
+def making_group() -> Iterator[None]:
+    """Note the sockets that come up inside as those of a process group."""
+    before = _sockets()
+    try:
+        yield
+    finally:
+        _made.update(_sockets().keys() - before.keys())
+
+
+def shut_down_groups() -> int:
+    """Shut down all connections of process groups; return their number."""
+    count = 0
+    for name, descriptor in _sockets().items():
+        if name in _made:
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+                one.getpeername()  # fails for a listening one, which gloo's thread needs
+                one.shutdown(socket.SHUT_RDWR)
+                count += 1
+    _made.clear()
+    return count

@@ -1,0 +1,73 @@
+"""Thread that notices newcomers and lost members, and ends a process that is stuck after a loss."""
+
+import faulthandler
+import logging
+import os
+import threading
+import time
+
+from lightning_hetero.comm.membership.members import Generation, Member, is_open
+from lightning_hetero.comm.membership.slots import SlotBoard
+
+__all__ = ["STUCK", "MembersWatch"]
+
+log = logging.getLogger("lightning_hetero")
+
+STUCK = 75
+"""Exit code of a worker that ends so that its keeper starts another; it does not count as a failure."""
+LOOK_S = 0.25
+"""Seconds between two looks."""
+
+
+class MembersWatch:
+    """Watch over the members of one generation.
+
+    Args:
+        board: what keepers tell, over a connection that no other thread uses.
+        generation: the generation.
+        me: this worker.
+        stuck_s: seconds after the loss of a member after which this process ends if it has not left the generation.
+
+    Attributes:
+        next_is_open: whether someone has come for the next generation.
+    """
+
+    def __init__(self, board: SlotBoard, generation: Generation, me: Member, stuck_s: float) -> None:
+        self._board, self._generation, self._me, self._stuck_s = board, generation, me, stuck_s
+        self.next_is_open = False
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lightning_hetero-members", daemon=True)
+
+    def start(self) -> "MembersWatch":
+        """Start the thread."""
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Stop the thread."""
+        self._over.set()
+        self._thread.join(timeout=2.0)
+
+    def _run(self) -> None:
+        since = None
+        while not self._over.wait(LOOK_S):
+            try:
+                self.next_is_open = is_open(self._board, self._generation.number + 1)
+                lost = self._generation.lost(self._board, self._me)
+            except RuntimeError as error:  # the store is gone, and with it the job
+                log.debug("worker %d watches the members no more: %s", self._me.slot, error)
+                return
+            since = (since or time.monotonic()) if lost else None
+            if since is not None and time.monotonic() - since > self._stuck_s:
+                self._end(lost, time.monotonic() - since)
+
+    def _end(self, lost: list[Member], waited: float) -> None:
+        """End the process, and write where each of its threads is."""
+        who = ", ".join(f"worker {one.slot}" for one in lost)
+        log.critical(
+            "worker %d ends, and its keeper starts another: %s was lost %.0f s ago, and this one is still in the step",
+            *(self._me.slot, who, waited),
+        )
+        faulthandler.dump_traceback(all_threads=True)
+        logging.shutdown()
+        os._exit(STUCK)

@@ -1,0 +1,213 @@
+"""Roster: generations of workers that train together, agreed through the job's store.
+
+Each change of the members makes a new generation. Whoever notices that one is due opens it; all living members of the
+generation before come, newcomers that wait there join, and the first to come writes down who belongs to it. If that
+one is lost before, the next generation is opened.
+"""
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from lightning_hetero.comm.membership.members import Generation, Member, is_open
+from lightning_hetero.comm.membership.members_watch import MembersWatch
+from lightning_hetero.comm.membership.slots import OVER, SILENT, Slot, SlotBoard
+
+__all__ = ["Roster", "RosterSettings"]
+
+log = logging.getLogger("lightning_hetero")
+
+
+@dataclass(frozen=True)
+class RosterSettings:
+    """Times of a roster, in seconds.
+
+    Args:
+        poll_s: between two looks into the store.
+        notice_s: wait after which the log says who is missing.
+        join_s: longest wait for the fewest workers that train.
+        stuck_s: after a member was lost, longest time until this worker comes for the next generation. A worker that
+            does not ends, so that its keeper starts another.
+    """
+
+    poll_s: float = 0.02
+    notice_s: float = 10.0
+    join_s: float = 600.0
+    stuck_s: float = 30.0
+
+
+SETTINGS = RosterSettings()
+
+
+class Roster:
+    """Members of the job, as one worker sees them.
+
+    Args:
+        board: what keepers tell.
+        slot: place of this worker.
+        settings: times; by default those of the module.
+
+    Attributes:
+        generation: the generation that this worker belongs to, ``None`` before the first.
+    """
+
+    def __init__(self, board: SlotBoard, slot: Slot, settings: RosterSettings | None = None) -> None:
+        self.board, self.slot, self._settings = board, slot, settings or SETTINGS
+        self.me = Member(slot.slot, slot.life)
+        self.generation: Generation | None = None
+        self._watch: MembersWatch | None = None
+
+    @property
+    def _present(self) -> Generation:
+        assert self.generation is not None
+        return self.generation
+
+    @property
+    def rank(self) -> int:
+        """Rank of this worker in its generation."""
+        return self._present.members.index(self.me)
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers in the generation."""
+        return len(self._present.members)
+
+    @property
+    def store(self) -> dist.Store:
+        """Store of the generation, for its process groups."""
+        return dist.PrefixStore(f"generation/{self._present.number}", self.board.store)
+
+    # how a generation begins
+
+    def meet(self) -> Generation:
+        """Return the next generation that has this worker among its members; waits for them.
+
+        Raises:
+            RuntimeError: if the training has ended without this worker.
+            TimeoutError: if too few workers come.
+        """
+        self.leave()
+        newest = Generation.newest(self.board)
+        number = 0 if newest is None else newest.number + 1
+        while True:
+            found = self._agree(number)
+            if found is not None and self.me in found.members:
+                break
+            number += 1
+        self.generation = found
+        self.watch()
+        return found
+
+    def watch(self) -> None:
+        """Watch the members of the generation."""
+        self.leave()
+        self._watch = MembersWatch(self.board.clone(), self._present, self.me, self._settings.stuck_s).start()
+
+    def leave(self) -> None:
+        """Stop watching the members."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.stop()
+
+    def finish(self) -> None:
+        """Say that the training is over, and stop watching: what is lost from now on is not replaced."""
+        self.leave()
+        self.board.finish(self.me.slot, self.me.life)
+
+    def _agree(self, number: int) -> Generation | None:
+        """Come for a generation; return it, ``None`` if its first member was lost before it had written it down."""
+        store = self.board.store
+        store.set(f"{number}/in/{self.me.slot}", str(self.me.life))
+        if store.add(f"{number}/first", 1) == 1:
+            store.set(f"{number}/led by", f"{self.me.slot} {self.me.life}")
+            return self._lead(number)
+        while True:
+            leader = self.board.read(f"{number}/led by")
+            gone = leader is not None and not self.board.lives(*map(int, leader.split()))
+            found = Generation.read(self.board, number)  # read after the leader, who may write and then be lost
+            if found is not None or gone:
+                return found
+            self._refuse_after_end(Generation.read(self.board, number - 1))
+            time.sleep(self._settings.poll_s)
+
+    def _lead(self, number: int) -> Generation:
+        """Wait for the members, and write them down."""
+        before = Generation.newest(self.board)
+        begun, named = time.monotonic(), 0.0
+        while True:
+            self._refuse_after_end(before)
+            arrived = self._arrived(number)
+            missing = self._missing(() if before is None else before.members, arrived)
+            if not missing and len(arrived) >= self.slot.least:
+                break
+            waited = time.monotonic() - begun
+            absent = missing or sorted(set(range(self.slot.slots)) - {one.slot for one in arrived})
+            who = f"workers {', '.join(map(str, absent))}"
+            if not missing and waited > self._settings.join_s:
+                raise TimeoutError(
+                    f"{len(arrived)} workers came within {waited:.0f} s, and at least {self.slot.least} have to train: "
+                    f"{who} are missing. Start them, or lower --min-workers."
+                )
+            if waited - named > self._settings.notice_s:
+                named = waited
+                log.warning("waiting for %s to come back, for %.0f s", who, waited)
+            time.sleep(self._settings.poll_s)
+        found = Generation(number, tuple(sorted(arrived)))
+        found.write(self.board)
+        return found
+
+    def _arrived(self, number: int) -> list[Member]:
+        """Return living workers that have come for a generation."""
+        found = []
+        for slot in range(self.slot.slots):
+            life = self.board.read(f"{number}/in/{slot}")
+            if life is not None and (slot == self.me.slot or self.board.lives(slot, int(life))):
+                found.append(Member(slot, int(life)))
+        return found
+
+    def _missing(self, before: Iterable[Member], arrived: list[Member]) -> list[int]:
+        """Return slots to wait for: living members of the generation before, or all slots if none of these lives."""
+        staying = [one for one in before if one in arrived or one.lives(self.board)]
+        if staying:
+            return [one.slot for one in staying if one not in arrived]
+        here = {one.slot for one in arrived}
+        ended = (OVER, SILENT)
+        return [one for one in range(self.slot.slots) if one not in here and self.board.state_of(one)[1] not in ended]
+
+    def _refuse_after_end(self, before: Generation | None) -> None:
+        """Refuse to join if members of the generation before have finished training.
+
+        Raises:
+            RuntimeError: if this worker was not one of them.
+        """
+        members = () if before is None else before.members
+        if self.me not in members and any(self.board.finished([one.slot], one.life) for one in members):
+            raise RuntimeError(
+                f"worker {self.me.slot} was started again after the others had finished training. It cannot take part "
+                "any more; run the rest of the script again from the last checkpoint."
+            )
+
+    # while it lasts
+
+    @property
+    def lost(self) -> list[Member]:
+        """Members of the generation that do not live any more."""
+        return [] if self.generation is None else self.generation.lost(self.board, self.me)
+
+    @property
+    def next_is_open(self) -> bool:
+        """``True`` if someone has come for the next generation, as far as the watching thread knows."""
+        return self._watch is not None and self._watch.next_is_open
+
+    def changes(self, patience_s: float) -> bool:
+        """Return whether the members change: one was lost, or the next generation is open; waits for a while."""
+        until = time.monotonic() + patience_s
+        while True:
+            if self.lost or is_open(self.board, self._present.number + 1):
+                return True
+            if time.monotonic() > until:
+                return False
+            time.sleep(self._settings.poll_s)

@@ -1,0 +1,195 @@
+"""Keeper of a worker: starts the training script, and starts it again when it is lost, while the others go on.
+
+Run it in the place of the script, under torchrun or any launcher that sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``
+and ``MASTER_PORT``::
+
+    torchrun --nproc-per-node=4 -m lightning_hetero.keeper train.py --lr 0.1
+
+The launcher sees the keeper, which stays, so it does not restart the other workers.
+"""
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType
+
+from lightning_hetero.comm.membership.members_watch import STUCK
+from lightning_hetero.comm.membership.slots import (
+    BEAT_S,
+    GONE,
+    LEAST,
+    LIFE,
+    OVER,
+    RUNS,
+    SLOT,
+    SLOTS,
+    SlotBoard,
+    job_board,
+)
+
+__all__ = ["Keeper", "main"]
+
+log = logging.getLogger("lightning_hetero")
+
+
+class Keeper:
+    """Keeper of one slot.
+
+    Args:
+        command: command of the worker.
+        board: what keepers tell each other and the workers.
+        slot: number of the slot.
+        slots: number of slots.
+        restarts: how often a lost worker is started again.
+        least: fewest workers that train.
+        silence: seconds without a sign of life after which the worker is killed, because it was stopped.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        board: SlotBoard,
+        *,
+        slot: int,
+        slots: int,
+        restarts: int = 3,
+        least: int = 1,
+        silence: float = 30.0,
+    ) -> None:
+        self.command, self.board, self.slot, self.slots = list(command), board, slot, slots
+        self.restarts, self.least, self.silence = restarts, least, silence
+        self._worker: subprocess.Popen[bytes] | None = None
+        self._told, self._over = 0, threading.Event()
+
+    def run(self) -> int:
+        """Run the worker until it ends by itself, is told to end, or was lost too often; return its exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._pass_on)
+        beats = threading.Thread(target=self._beat, name="lightning_hetero-keeper")
+        beats.start()
+        try:
+            return self._lives()
+        finally:
+            self._over.set()
+            beats.join()
+
+    def _lives(self) -> int:
+        life, failures = 0, 0
+        while True:
+            code = self._live(life)
+            failures += code not in (0, STUCK)
+            ended = self.board.finished(range(self.slots))
+            last = code == 0 or bool(self._told) or failures > self.restarts or ended
+            self.board.tell(self.slot, life, OVER if last else GONE)
+            if last and code and not self._told and not self.board.finished([self.slot], life):
+                code = self._outcome_without(code)
+            if last:
+                return code if code >= 0 else 128 - code
+            log.warning(
+                "worker %d was lost (exit code %d) and is started again, for the %d. time", self.slot, code, life + 1
+            )
+            life += 1
+
+    def _outcome_without(self, code: int) -> int:
+        """Wait for the others, which go on without this slot; return 0 if they finish training, else ``code``."""
+        others = [slot for slot in range(self.slots) if slot != self.slot]
+        log.warning("worker %d was lost, and is not started again: the others go on without it", self.slot)
+        while not self._told:
+            if self.board.finished(others):
+                log.warning("the others have finished training without worker %d", self.slot)
+                return 0
+            if not any(self.board.state_of(slot)[1] in (RUNS, GONE) for slot in others):
+                break
+            time.sleep(BEAT_S)
+        return code
+
+    def _live(self, life: int) -> int:
+        """Run one life of the worker; return its exit code, negative for a signal."""
+        environment = {
+            **os.environ,
+            SLOT: str(self.slot),
+            SLOTS: str(self.slots),
+            LIFE: str(life),
+            LEAST: str(self.least),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # no worker holds the store
+        }
+        self.board.tell(self.slot, life, RUNS)
+        worker = self._worker = self._start(environment)
+        sign, heard = "", time.monotonic()
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                return worker.wait(timeout=BEAT_S)
+            newest, now = self.board.pulse_of(self.slot, life), time.monotonic()
+            if newest != sign or not newest:
+                sign, heard = newest, now
+            if now - heard > self.silence:
+                log.warning("worker %d has shown no sign of life for %.0f s and is killed", self.slot, now - heard)
+                worker.kill()
+
+    def _start(self, environment: dict[str, str]) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(self.command, env=environment, preexec_fn=_end_with_parent)
+
+    def _beat(self) -> None:
+        count = 0
+        while not self._over.wait(BEAT_S if count else 0.0):
+            count += 1
+            try:
+                self.board.beat(self.slot, count)
+            except RuntimeError:  # the store is gone, and with it the job
+                return
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Pass a signal on to the worker, which is then not started again."""
+        if number != signal.SIGUSR1:
+            self._told = number
+        if self._worker is not None and self._worker.poll() is None:
+            self._worker.send_signal(number)
+
+
+def _end_with_parent() -> None:
+    """Have the kernel end this process when its parent ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the keeper of this slot; return the worker's exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_hetero.keeper",
+        description="Start a training script; start it again if it is lost, while the other workers go on.",
+    )
+    parser.add_argument("--max-restarts", type=int, default=3, help="how often a lost worker is started again (3)")
+    parser.add_argument("--min-workers", type=int, default=1, help="fewest workers that train (1)")
+    parser.add_argument(
+        "--silence", type=float, default=30.0, help="seconds after which a stopped worker is killed (30)"
+    )
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is a module")
+    parser.add_argument("script", help="training script, or module")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    given = parser.parse_args(arguments)
+    environment = os.environ
+    slot, slots = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    host = slot == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    command = [sys.executable, *(["-m"] if given.module else []), given.script, *given.args]
+    keeper = Keeper(
+        command,
+        job_board(environment, host=host),
+        slot=slot,
+        slots=slots,
+        restarts=given.max_restarts,
+        least=given.min_workers,
+        silence=given.silence,
+    )
+    return keeper.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Lightning trainings that go on when workers are lost or come."""

@@ -1,0 +1,149 @@
+"""Launcher of fits that survive the loss of workers: after each change of the members, the fit goes on.
+
+The members leave the loop, meet again, and fit from the newest state that one of them has, as from a checkpoint that
+was saved in that very step. A newcomer takes the same way.
+"""
+
+import gc
+import inspect
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from lightning_hetero.comm.membership.group_sockets import making_group, shut_down_groups
+from lightning_hetero.comm.membership.roster import Roster
+from lightning_hetero.comm.membership.state_transfer import WorkerState, newest_state
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["PEERS", "MembersChangeError", "MembershipError", "MembershipLauncher", "lost_connection"]
+
+log = logging.getLogger("lightning_hetero")
+
+PEERS = "the workers that go on"
+"""In the place of a checkpoint's path: the state comes from other workers."""
+
+PATIENCE_S = 10.0
+"""Longest wait, after a connection was lost, for a word that a worker is lost."""
+
+SIGNS = ("gloo", "NCCL", "Connection closed", "Connection reset", "connection was closed", "Broken pipe", "Socket")
+
+
+class MembershipError(RuntimeError):
+    """Raised if training cannot go on with the workers that are left."""
+
+
+class MembersChangeError(RuntimeError):
+    """Raised on all ranks before the same batch, because a worker waits to join."""
+
+
+def lost_connection(error: BaseException | None) -> bool:
+    """Return whether an error, or one that it comes from, is about the connection to another worker.
+
+    Example:
+        >>> lost_connection(RuntimeError("gloo/transport/tcp/pair.cc: Connection closed by peer"))
+        True
+        >>> lost_connection(ValueError("a bug of the user's"))
+        False
+    """
+    while error is not None:
+        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+class MembershipLauncher:
+    """Launcher in front of Lightning's own.
+
+    Args:
+        inner: Lightning's launcher.
+        strategy: strategy of the fits.
+        roster: the members, as this worker sees them.
+    """
+
+    def __init__(self, inner: Any, strategy: Any, roster: Roster) -> None:
+        self._inner, self._strategy, self._roster = inner, strategy, roster
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: "Trainer", **kwargs: Any) -> Any:
+        """Run the function; a fit again after each change of the members."""
+        if trainer.state.fn != "fit":
+            return self._inner.launch(function, *args, trainer=trainer, **kwargs)
+        brought: WorkerState | None = None
+        while True:
+            fitting = False
+            try:
+                state = self._join(brought)
+                fitting = trainer.training = True  # the step that has failed may have been one of validation
+                given = args if state is None else with_checkpoint(function, args, PEERS)
+                result = function(*given, **kwargs)
+                self._roster.finish()
+                return result
+            except Exception as error:
+                if not self._is_change(error):
+                    raise
+                since = time.monotonic()
+            if fitting:
+                brought = self._strategy.outlive_members(trainer)
+            if dist.is_initialized():
+                leave_all_groups()
+            log.info("rank %d left its group within %.2f s", self._roster.rank, time.monotonic() - since)
+
+    def _is_change(self, error: Exception) -> bool:
+        """Return whether an error means that the members change."""
+        if self._roster.generation is None:
+            return False
+        return isinstance(error, MembersChangeError) or (lost_connection(error) and self._roster.changes(PATIENCE_S))
+
+    def _join(self, brought: WorkerState | None) -> WorkerState | None:
+        """Meet the other members, and agree on the state to go on from."""
+        roster, strategy = self._roster, self._strategy
+        if roster.generation is not None and dist.is_initialized():  # another fit of the same members
+            roster.watch()
+            return None
+        generation = roster.meet()
+        os.environ["RANK"], os.environ["WORLD_SIZE"] = str(roster.rank), str(roster.world_size)
+        strategy.begin_generation(roster)
+        with making_group():
+            dist.init_process_group(
+                strategy._get_process_group_backend(),
+                store=roster.store,
+                rank=roster.rank,
+                world_size=roster.world_size,
+                timeout=strategy._timeout,
+            )
+        state = newest_state(brought)
+        strategy.go_on_from(state)
+        if state is not None and roster.rank == 0:
+            slots = ", ".join(str(one.slot) for one in generation.members)
+            log.warning("training goes on in step %d with workers %s", state.progress[0], slots)
+        return state
+
+
+def leave_all_groups() -> None:
+    """Leave all process groups, also those in which a collective call waits for a worker that is lost."""
+    shut_down_groups()
+    with suppress(RuntimeError, ValueError):
+        dist.destroy_process_group()
+    gc.collect()  # what the training has left holds them, too
+
+
+def with_checkpoint(function: Callable[..., Any], args: tuple[Any, ...], path: str) -> tuple[Any, ...]:
+    """Return the arguments of a fit with another ``ckpt_path``.
+
+    Example:
+        >>> with_checkpoint(lambda model, ckpt_path=None, weights_only=None: 0, ("a model",), "last.ckpt")
+        ('a model', 'last.ckpt')
+    """
+    bound = inspect.signature(function).bind(*args)
+    bound.arguments["ckpt_path"] = path
+    return bound.args

@@ -1,0 +1,172 @@
+"""Strategy whose workers may be lost and replaced during a fit; the total batch stays as it is."""
+
+import os
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_hetero.comm.compressors.manager import GradientCompression
+from lightning_hetero.comm.membership.roster import Roster
+from lightning_hetero.comm.membership.slots import Pulse, Slot, job_board
+from lightning_hetero.comm.membership.state_transfer import WorkerState
+from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.batching.integer_split import proportional_sizes
+from lightning_hetero.data.sampler import UnevenBatchSampler
+from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.strategies._checkpoints.residuals import KEY
+from lightning_hetero.strategies._lightning.base import LightningMixin
+from lightning_hetero.strategies._lightning.membership.launcher import PEERS, MembershipError, MembershipLauncher
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["MembershipMixin", "config_of_members"]
+
+
+def config_of_members(config: HeteroConfig, slots: list[int]) -> HeteroConfig:
+    """Return the settings for these workers: lists with an entry for each, and the same total batch.
+
+    Example:
+        >>> config_of_members(HeteroConfig(local_batch_sizes=[4, 2, 2]), [0, 2]).local_batch_sizes
+        (5, 3)
+    """
+    changed: dict[str, Any] = {}
+    if isinstance(config.max_local_batch_sizes, tuple):
+        changed["max_local_batch_sizes"] = tuple(config.max_local_batch_sizes[slot] for slot in slots)
+    if config.local_batch_sizes is not None:
+        kept = [config.local_batch_sizes[slot] for slot in slots]
+        changed["local_batch_sizes"] = proportional_sizes(sum(config.local_batch_sizes), kept)
+    if isinstance(config.hierarchy, tuple):
+        places = {slot: rank for rank, slot in enumerate(slots)}
+        clusters = [[places[slot] for slot in cluster if slot in places] for cluster in config.hierarchy]
+        changed["hierarchy"] = tuple(tuple(cluster) for cluster in clusters if cluster)
+    return replace(config, **changed)
+
+
+class MembershipMixin(LightningMixin):
+    """A strategy that goes on with the workers that are left, under a keeper (:mod:`lightning_hetero.keeper`)."""
+
+    config: HeteroConfig
+    engine: HeteroEngine | None
+    _given: HeteroConfig | None = None
+    _roster: Roster | None = None
+    _state: WorkerState | None = None
+
+    def _configure_launcher(self) -> None:
+        """Put our launcher in front of Lightning's, if this process has a keeper."""
+        super()._configure_launcher()
+        slot = Slot.of(os.environ)
+        if slot is None or self._roster is not None:
+            return
+        board = job_board(os.environ)
+        Pulse(board, slot).start()
+        self._roster = Roster(board, slot)
+        self._launcher: Any = MembershipLauncher(self._launcher, self, self._roster)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Number of ranks and this rank, for evaluation: as many as there are now."""
+        return {**super().distributed_sampler_kwargs, "num_replicas": self.world_size}
+
+    def _members_change(self) -> bool:
+        return self._roster is not None and self._roster.next_is_open
+
+    def begin_generation(self, roster: Roster) -> None:
+        """Take over the members of a new generation, before its process group is made."""
+        assert roster.generation is not None
+        self._given = self._given or self.config
+        self.config = config_of_members(self._given, [one.slot for one in roster.generation.members])
+
+    def keep_total(self, engine: HeteroEngine) -> None:
+        """Keep the total batch of the workers that the job began with."""
+        if self._roster is not None:
+            engine.data.keep_total_of(self._roster.slot.slots)
+
+    def go_on_from(self, state: WorkerState | None) -> None:
+        """Fit from this state next."""
+        self._state = state
+
+    def outlive_members(self, trainer: "Trainer") -> WorkerState:
+        """Return this worker's state after a step that has failed, and let go of the engine.
+
+        Raises:
+            MembershipError: if the training data cannot be split anew.
+        """
+        engine = self.engine
+        if engine is None or not isinstance(engine.sampler, UnevenBatchSampler):
+            raise MembershipError(
+                "a worker is lost, and the others cannot take over its samples: they are known by their index only "
+                "where one DataLoader has a map-style dataset and a batch_size. Start again from the last checkpoint."
+            )
+        self._leaving = True
+        try:
+            again = trainer.validating
+            if trainer.evaluating:
+                end_validation(trainer)
+            state = self._state_of(trainer, engine)
+            if again:
+                validate_again(state.checkpoint)
+            engine.rounds.watch.finish("the members have changed", engine.position, engine.observer.synced_steps)
+            self.engine = None
+            trainer._teardown()
+        finally:
+            self._leaving = False
+        return state
+
+    def _state_of(self, trainer: "Trainer", engine: HeteroEngine) -> WorkerState:
+        shared: dict[str, Any] = {}
+        if engine.compression is not None:
+            engine.compression.optimizers.flush()
+            shared = {KEY: {**engine.compression.state_dict_of_rank(), "residuals": {}}}
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        progress = trainer.global_step, trainer.current_epoch, current.processed
+        return WorkerState(progress, self.global_rank, checkpoint, shared, partial(residuals_of, engine.compression))
+
+    def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Read the checkpoint, or take the state of the workers that go on."""
+        if checkpoint_path != PEERS:
+            return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        state, self._state = self._state, None
+        assert state is not None
+        checkpoint = dict(state.checkpoint)
+        if KEY in state.shared and self.engine is not None and self.engine.compression is not None:
+            mine = {**state.shared[KEY], "residuals": state.own(True)}
+            clusters = self.engine.compression.checkpoint.topology.clusters
+            checkpoint[KEY] = {"ranks": [mine] * self.engine.world_size, "clusters": clusters}
+        return checkpoint
+
+
+def end_validation(trainer: "Trainer") -> None:
+    """Leave a validation that has failed: its loop forgets that it ran, and modules go back to training mode."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    loop._on_evaluation_model_train()
+    loop._has_run = False
+
+
+def validate_again(checkpoint: dict[str, Any]) -> None:
+    """Make a checkpoint say that its validation is not done: it runs again, from its first batch.
+
+    Example:
+        >>> done = {"ready": 2, "started": 2, "processed": 2, "completed": 2}
+        >>> loops = {"epoch_loop.val_loop.batch_progress": {"total": done, "current": dict(done)}}
+        >>> validate_again({"loops": {"fit_loop": loops}})
+        >>> done
+        {'ready': 1, 'started': 1, 'processed': 0, 'completed': 0}
+    """
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
+    for counts in (progress["total"], progress["current"]):
+        counts.update(ready=1, started=1, processed=0, completed=0)
+
+
+def residuals_of(compression: GradientCompression | None, again: bool) -> dict[str, torch.Tensor]:
+    """Return what compression has not sent yet; as before the step that has failed, if that is done again."""
+    if compression is None:
+        return {}
+    if again and compression.averager is not None:
+        compression.averager.undo_failed()
+    residuals: dict[str, torch.Tensor] = compression.state_dict_of_rank().get("residuals", {})
+    return residuals

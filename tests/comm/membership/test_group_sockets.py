@@ -1,0 +1,62 @@
+"""A worker leaves its process groups although a call in them waits for others."""
+
+import socket
+import threading
+
+import torch
+import torch.distributed as dist
+
+from lightning_hetero.comm.agreement.backends import new_group
+from lightning_hetero.comm.membership.group_sockets import making_group, shut_down_groups
+from tests.helpers import run_ranks
+
+
+def _waits(rank):
+    """Rank 1 never takes part: it is not lost, so the call of rank 0 would wait for half an hour."""
+    dist.init_process_group("gloo")
+    group = new_group(backend="gloo")
+    value = torch.ones(4)
+    dist.all_reduce(value, group=group)
+    ready = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        ready.get("left")  # waits until rank 0 has left
+        return None
+    failed = []
+
+    def wait():
+        try:
+            dist.all_reduce(value, group=group)
+        except RuntimeError as error:
+            failed.append(type(error).__name__)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    closed = shut_down_groups()
+    thread.join(timeout=30)
+    ready.set("left", "yes")
+    return closed, thread.is_alive(), failed
+
+
+def test_a_waiting_call_fails_when_its_sockets_are_shut_down():
+    closed, waits, failed = run_ranks(_waits, 2, timeout=60)[0]
+    assert closed >= 1
+    assert not waits
+    assert failed == ["RuntimeError"]
+
+
+def test_other_sockets_stay():
+    listener = socket.create_server(("127.0.0.1", 0))
+    client = socket.create_connection(listener.getsockname())
+    with making_group():
+        inside = socket.create_connection(listener.getsockname())
+        server = socket.create_server(("127.0.0.1", 0))
+    first, second = listener.accept()[0], listener.accept()[0]
+    assert shut_down_groups() == 1, "the one that was made inside; a listening one stays"
+    client.sendall(b"a")
+    assert first.recv(1) == b"a"
+    assert second.recv(1) == b"", "its peer sees the end"
+    reached = socket.create_connection(server.getsockname())
+    accepted = server.accept()[0]
+    assert shut_down_groups() == 0, "each is shut down once"
+    for one in (listener, client, inside, server, first, second, reached, accepted):
+        one.close()

@@ -1,0 +1,68 @@
+"""Workers with keepers that are forked instead of started: they have imported everything."""
+
+import os
+import subprocess
+import time
+from multiprocessing import get_context
+
+import torch
+
+from lightning_hetero.comm.membership import slots
+from lightning_hetero.comm.membership.slots import job_board
+from lightning_hetero.keeper import Keeper
+from tests.helpers import run_ranks
+
+
+class Forked:
+    """A forked process as ``subprocess.Popen`` shows one."""
+
+    def __init__(self, function, environment):
+        self.process = get_context("fork").Process(target=_child, args=(function, environment))
+        self.process.start()
+        self.send_signal, self.kill = lambda number: os.kill(self.process.pid, number), self.process.kill
+
+    def wait(self, timeout=None):
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired("a worker", timeout)
+        return self.process.exitcode
+
+    def poll(self):
+        return self.process.exitcode
+
+
+def _child(function, environment):
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    function()
+    os._exit(0)
+
+
+class ForkingKeeper(Keeper):
+    """Keeper of a function."""
+
+    def _start(self, environment):
+        return Forked(self.function, environment)
+
+
+def _keep(rank, world_size, function, arguments, kwargs):
+    slots.BEAT_S = 0.2
+    keeper = ForkingKeeper(
+        [], job_board(os.environ, host=rank == 0), slot=rank, slots=world_size, **{"silence": 5.0, **kwargs}
+    )
+    keeper.function = lambda: function(*arguments)
+    code = keeper.run()
+    if rank == 0:  # it holds the store
+        until = time.monotonic() + 30
+        while not all(keeper.board.state_of(slot)[1] == slots.OVER for slot in range(world_size)):
+            if time.monotonic() > until:
+                break
+            time.sleep(0.05)
+    return code
+
+
+def run_kept(function, world_size, *arguments, timeout=90.0, **kwargs):
+    """Exit codes of ``function(*arguments)`` in each slot, started again when it is lost, as a keeper does."""
+    given = (world_size, function, arguments, kwargs)
+    return run_ranks(_keep, world_size, *given, timeout=timeout, env={"OMP_NUM_THREADS": "1"})

@@ -1,0 +1,290 @@
+"""Workers are lost and come during a fit: the others go on at once, with the same total and the same mathematics."""
+
+import json
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_hetero import BlockTopK, HeteroDDPStrategy
+from tests.kept import run_kept
+
+SAMPLES, LOCAL, SLOTS, EPOCHS = 180, 4, 3, 2
+STEPS = EPOCHS * SAMPLES // (LOCAL * SLOTS)
+
+
+class Numbers(Dataset):
+    """Inputs that depend on the index alone."""
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, i):
+        generator = torch.Generator().manual_seed(i)
+        return torch.randn(5, dtype=torch.float64, generator=generator), i
+
+
+def network():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 8, dtype=torch.float64), nn.Tanh(), nn.Linear(8, 1, dtype=torch.float64))
+
+
+def loss_of(net, x):
+    return (net(x).squeeze(1) - x.sum(1).sin()).square().mean()
+
+
+class Suffers(L.LightningModule):
+    """Notes the samples of each step that begins, and that it was completed; is lost where the faults say so."""
+
+    def __init__(self, folder, faults):
+        super().__init__()
+        self.net, self.folder = network(), folder
+        self.slot, self.life = (int(os.environ[f"LIGHTNING_HETERO_{name}"]) for name in ("SLOT", "LIFE"))
+        self.faults = [fault for fault in faults if fault[:2] == (self.slot, self.life)]
+        self.file = open(folder / f"steps-{self.slot}-{self.life}.jsonl", "w")  # noqa: SIM115
+
+    def suffer(self, where):
+        for _, _, step, point, number in self.faults:
+            if where == point and self.trainer.global_step >= step:
+                os.kill(os.getpid(), number)
+
+    def training_step(self, batch, batch_idx):
+        x, indices = batch
+        strategy = self.trainer.strategy
+        self.note = {
+            "step": self.trainer.global_step,
+            "epoch": self.trainer.current_epoch,
+            "indices": indices[: strategy.engine.own_size].tolist(),
+            "sizes": strategy.plan.local_batch_sizes,
+            "rank": self.global_rank,
+        }
+        self.write(self.note)
+        self.suffer("forward")
+        self.wait_for_newcomers()
+        return loss_of(self.net, x)
+
+    def wait_for_newcomers(self):
+        """The others train four steps alone before a newcomer may come, and leave the last steps to it."""
+        if self.trainer.world_size < SLOTS and self.steps_here >= 4:
+            (self.folder / "alone").touch()
+        self.steps_here += 1
+        until = time.monotonic() + 60
+        while self.trainer.global_step >= STEPS - 6 and self.missing() and time.monotonic() < until:
+            if self.trainer.strategy._members_change():
+                return
+            time.sleep(0.01)
+
+    def missing(self):
+        return len(list(self.folder.glob("expects-*"))) > len(list(self.folder.glob("joined-*")))
+
+    def write(self, note):
+        self.file.write(json.dumps(note) + "\n")
+        self.file.flush()
+
+    def on_train_batch_end(self, *args):
+        self.write({**self.note, "done": True})
+
+    def on_before_optimizer_step(self, optimizer):
+        self.suffer("optimizer")
+
+    def validation_step(self, batch, batch_idx):
+        self.suffer("validation")
+        self.log("loss", loss_of(self.net, batch[0]), sync_dist=True)
+
+    def on_train_start(self):
+        self.steps_here = 0
+        if self.life:
+            (self.folder / f"joined-{self.slot}-{self.life}").touch()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def wait_for(path):
+    until = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def train(folder, faults, arguments, late):
+    model = Suffers(folder, faults)
+    if model.life and late:
+        wait_for(folder / "alone")
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=SLOTS,
+        plugins=[TorchElasticEnvironment()],
+        strategy=HeteroDDPStrategy(**{"replan": 4, **arguments}),
+        max_epochs=EPOCHS,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = DataLoader(Numbers(), batch_size=LOCAL, shuffle=True)
+    trainer.fit(model, loader, DataLoader(Numbers(), batch_size=30))
+    end = {"weights": model.net.state_dict(), "step": trainer.global_step, "world": trainer.world_size}
+    torch.save(end, folder / f"end-{model.slot}.pt")
+
+
+class Outcome:
+    """What a training has left in its folder."""
+
+    def __init__(self, folder):
+        self.ends = [torch.load(path, weights_only=True) for path in sorted(folder.glob("end-*.pt"))]
+        self.lives, begun, done = set(), {}, {}
+        for path in sorted(folder.glob("steps-*.jsonl")):
+            notes = [json.loads(line) for line in path.read_text().splitlines()]
+            if notes:
+                self.lives.add(tuple(map(int, path.stem.split("-")[1:])))
+            for note in notes:
+                note["sizes"] = tuple(note["sizes"])
+                if note.get("done"):  # on one rank: then the gradient of all was complete
+                    done.setdefault(note["step"], set()).add(note["sizes"])
+                else:
+                    begun.setdefault((note["step"], note["sizes"]), {})[note["rank"]] = note
+        self.sizes = {step: sizes for step, (sizes,) in done.items()}
+        self.steps = {step: list(begun[step, sizes].values()) for step, sizes in self.sizes.items()}
+
+    def check(self):
+        """Each sample once an epoch, one plan and the whole total in each step, equal replicas, all steps done."""
+        for epoch in range(EPOCHS):
+            taken = Counter(
+                i for notes in self.steps.values() for n in notes if n["epoch"] == epoch for i in n["indices"]
+            )
+            assert taken == Counter(range(SAMPLES)), epoch
+        assert sorted(self.steps) == list(range(STEPS))
+        for step, sizes in self.sizes.items():
+            assert sum(sizes) == LOCAL * SLOTS, step
+            assert len(self.steps[step]) == len(sizes), step
+        assert {end["step"] for end in self.ends} == {STEPS}
+        first = self.ends[0]["weights"]
+        for end in self.ends[1:]:
+            assert all(torch.equal(first[name], end["weights"][name]) for name in first)
+
+    def worlds(self):
+        return {len(notes) for notes in self.steps.values()}
+
+    def alone(self):
+        """Weights of one process that trains on the same samples in each step, by plain torch."""
+        net = network()
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+        data = Numbers()
+        for step in range(STEPS):
+            indices = sorted(i for note in self.steps[step] for i in note["indices"])
+            optimizer.zero_grad()
+            loss_of(net, torch.stack([data[i][0] for i in indices])).backward()
+            optimizer.step()
+        return net.state_dict()
+
+    def difference(self):
+        """Largest difference from them."""
+        alone = self.alone()
+        return max(float((self.ends[0]["weights"][name] - alone[name]).abs().max()) for name in alone)
+
+
+def outcome(folder, faults, *, rejoin=True, arguments=None, late=True, **kwargs):
+    if rejoin:
+        for slot, life, *_ in faults:
+            (folder / f"expects-{slot}-{life}").touch()
+    assert run_kept(train, SLOTS, Path(folder), faults, arguments or {}, late, **kwargs) == [0] * SLOTS
+    found = Outcome(folder)
+    found.check()
+    return found
+
+
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+
+
+def lives_of(faults):
+    return {(slot, 0) for slot in range(SLOTS)} | {(slot, life + 1) for slot, life, *_ in faults}
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize("where", ["forward", "optimizer"])
+def test_the_others_go_on_and_a_newcomer_joins(tmp_path, lost, where):
+    faults = [(lost, 0, 6, where, KILL)]
+    found = outcome(tmp_path, faults)
+    assert found.lives == lives_of(faults), "nobody else was started again"
+    assert found.worlds() == {SLOTS - 1, SLOTS}
+    assert found.difference() < 1e-12
+
+
+def test_a_newcomer_that_comes_at_once_is_there_before_the_next_step(tmp_path):
+    faults = [(1, 0, 6, "forward", KILL)]
+    found = outcome(tmp_path, faults, late=False)
+    assert found.lives == lives_of(faults)
+    assert found.difference() < 1e-12
+
+
+def test_a_stopped_worker_is_replaced(tmp_path):
+    faults = [(1, 0, 6, "forward", STOP)]
+    found = outcome(tmp_path, faults, silence=1.0)
+    assert found.lives == lives_of(faults)
+    assert found.difference() < 1e-12
+
+
+def test_two_are_lost_at_once_and_one_again(tmp_path):
+    faults = [(0, 0, 6, "forward", KILL), (2, 0, 6, "forward", KILL), (2, 1, 14, "forward", KILL)]
+    found = outcome(tmp_path, faults)
+    assert found.lives == lives_of(faults)
+    assert 1 in found.worlds()
+    assert found.difference() < 1e-12
+
+
+def test_all_are_lost_at_once_and_begin_anew(tmp_path):
+    """Nobody is left who has a state: the fit starts over, as after a restart by the launcher."""
+    faults = [(slot, 0, 6, "forward", KILL) for slot in range(SLOTS)]
+    assert run_kept(train, SLOTS, tmp_path, faults, {}, False) == [0] * SLOTS
+    for path in tmp_path.glob("steps-*-0.jsonl"):
+        path.unlink()
+    found = Outcome(tmp_path)
+    found.check()
+    assert found.worlds() == {SLOTS}
+    assert found.difference() < 1e-12
+
+
+def test_lost_in_validation(tmp_path):
+    faults = [(1, 0, STEPS // EPOCHS, "validation", KILL)]
+    found = outcome(tmp_path, faults)
+    assert found.lives == lives_of(faults)
+    assert found.difference() < 1e-12
+
+
+def test_lost_too_often_the_others_end_without_it(tmp_path):
+    faults = [(1, life, 6, "forward", KILL) for life in range(3)]
+    found = outcome(tmp_path, faults, rejoin=False, late=False, restarts=2)
+    assert found.worlds() >= {SLOTS - 1}
+    assert len(found.ends) == SLOTS - 1
+    assert found.difference() < 1e-12
+
+
+MODES = {
+    "block top-k": {"compression": BlockTopK(density=0.3, block=8, warmup_steps=2)},
+    "powersgd": {"compression": "powersgd"},
+    "stale": {"staleness": 1},
+    "stale blocks": {"compression": BlockTopK(density=0.3, block=8, warmup_steps=2), "staleness": 1},
+    "hierarchy": {"hierarchy": [[0, 1], [2]]},
+    "fixed": {"local_batch_sizes": [6, 4, 2]},
+    "bounds": {"max_local_batch_sizes": [8, 8, 8]},
+    "pid": {"policy": "pid"},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_goes_on(tmp_path, mode):
+    faults = [(0, 0, 6, "forward", KILL)]
+    found = outcome(tmp_path, faults, arguments=MODES[mode])
+    assert found.lives == lives_of(faults)
+    assert found.worlds() == {SLOTS - 1, SLOTS}
+    if mode in ("hierarchy", "fixed", "bounds", "pid"):
+        assert found.difference() < 1e-12
