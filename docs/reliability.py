@@ -50,14 +50,18 @@ ROWS = (
     Row(
         "R1",
         "A killed process, rank 0 or another, ends all others with an error. Under torchrun with `--max-restarts`, "
-        "workers start again, training goes on from the last checkpoint, and each sample counts once an epoch.",
+        "workers start again, training goes on from the last checkpoint, and each sample counts once an epoch. Under a "
+        "[keeper](lost-workers.md), the others go on with the same total batch and end with the same weights.",
         (
+            "tests/strategies/test_membership.py::test_the_others_go_on_and_a_newcomer_joins",
+            "tests/strategies/test_membership.py::test_every_mode_goes_on",
             f"{TORCHRUN}::test_workers_killed_and_started_again",
             f"{TORCHRUN}::test_more_kills_than_restarts_are_an_error",
         ),
-        "45 s until all have ended; each restart loses the steps since the last checkpoint",
+        "45 s until all have ended; each restart loses the steps since the last checkpoint; under a keeper, one step is "
+        "done again",
         ("Kill", "Segfault"),
-        "That survivors keep their processes.",
+        "That survivors keep their processes with NCCL, or outside of Lightning's `hetero_ddp`.",
     ),
     Row(
         "R2",
@@ -92,18 +96,23 @@ ROWS = (
     Row(
         "R5",
         "A machine can leave, come back, or be replaced: torchrun restarts the workers with their new number, and each "
-        "sample still counts once an epoch.",
+        "sample still counts once an epoch. Under a keeper, a worker that comes back joins the running training, also if "
+        "it is lost again.",
         (
+            "tests/strategies/test_membership.py::test_two_are_lost_at_once_and_one_again",
             f"{TORCHRUN}::test_a_machine_leaves_and_another_comes",
             f"{RESUME}::test_another_number_of_workers_takes_each_sample_once",
         ),
         "one restart for each change",
-        reason="That survivors keep their processes; growing pauses between restarts, which torchrun decides on.",
+        reason="Growing pauses between restarts.",
     ),
     Row(
         "R6",
-        "Waiting for missing machines, and giving up.",
-        reason="torchrun waits for `min_nodes` and gives up after its `join_timeout`; this package starts after that.",
+        "Under a keeper, fewer workers than `--min-workers` wait for others, and give up with an error that names the "
+        "missing ones.",
+        ("tests/comm/membership/test_roster.py::test_fewer_than_the_least_wait_and_then_name_who_is_missing",),
+        "10 minutes",
+        reason="The same without a keeper: torchrun waits for `min_nodes`, and gives up after its `join_timeout`.",
     ),
     Row(
         "R7",

@@ -17,9 +17,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
+from typing import Any
 
 from lightning_hetero.comm.membership.members_watch import STUCK
 from lightning_hetero.comm.membership.slots import (
@@ -111,6 +112,13 @@ class Keeper:
             time.sleep(BEAT_S)
         return code
 
+    def outlast(self, seconds: float = 60.0) -> None:
+        """Wait until no other slot runs: this process holds the store that they read."""
+        until = time.monotonic() + seconds
+        others = [slot for slot in range(self.slots) if slot != self.slot]
+        while time.monotonic() < until and any(self.board.state_of(slot)[1] in (RUNS, GONE) for slot in others):
+            time.sleep(BEAT_S / 4)
+
     def _live(self, life: int) -> int:
         """Run one life of the worker; return its exit code, negative for a signal."""
         environment = {
@@ -160,27 +168,57 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
+NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _number(kind: type, least: float, what: str) -> Callable[[str], Any]:
+    """Return a reader of numbers that are at least ``least``."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+        if not value >= least:
+            raise argparse.ArgumentTypeError(f"{text} is below {least:g}")
+        return value
+
+    return read
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    found = argparse.ArgumentParser(
+        prog="python -m lightning_hetero.keeper",
+        description="Start a training script, and start it again if its worker is lost, while the others go on.",
+        allow_abbrev=False,
+    )
+    whole = _number(int, 0, "a whole number")
+    found.add_argument("--max-restarts", type=whole, default=3, help="how often a lost worker is started again (3)")
+    workers = _number(int, 1, "a whole number")
+    found.add_argument("--min-workers", type=workers, default=1, help="fewest workers that train (1)")
+    seconds = _number(float, 3 * BEAT_S, "a number")
+    found.add_argument("--silence", type=seconds, default=30.0, help="seconds until a stopped worker is killed (30)")
+    found.add_argument("-m", dest="module", action="store_true", help="the script is a module")
+    found.add_argument("script", help="training script, or module")
+    found.add_argument("args", nargs=argparse.REMAINDER, help="arguments of the script")
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the keeper of this slot; return the worker's exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m lightning_hetero.keeper",
-        description="Start a training script; start it again if it is lost, while the other workers go on.",
-    )
-    parser.add_argument("--max-restarts", type=int, default=3, help="how often a lost worker is started again (3)")
-    parser.add_argument("--min-workers", type=int, default=1, help="fewest workers that train (1)")
-    parser.add_argument(
-        "--silence", type=float, default=30.0, help="seconds after which a stopped worker is killed (30)"
-    )
-    parser.add_argument("-m", dest="module", action="store_true", help="the script is a module")
-    parser.add_argument("script", help="training script, or module")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
-    given = parser.parse_args(arguments)
-    environment = os.environ
+    options, environment = parser(), os.environ
+    given = options.parse_args(arguments)
+    missing = [name for name in NEEDED if name not in environment]
+    if missing:
+        command = f"torchrun --nproc-per-node=4 -m lightning_hetero.keeper {given.script}"
+        options.error(f"{', '.join(missing)} not set. Start it by torchrun: {command}")
     slot, slots = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    if given.min_workers > slots:
+        options.error(f"--min-workers {given.min_workers}: the job has {slots} workers")
     host = slot == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    command = [sys.executable, *(["-m"] if given.module else []), given.script, *given.args]
     keeper = Keeper(
-        command,
+        [sys.executable, *(["-m"] if given.module else []), given.script, *given.args],
         job_board(environment, host=host),
         slot=slot,
         slots=slots,
@@ -188,7 +226,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         least=given.min_workers,
         silence=given.silence,
     )
-    return keeper.run()
+    code = keeper.run()
+    if host:
+        keeper.outlast()
+    return code
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """Workers with keepers that are forked instead of started: they have imported everything."""
 
 import os
+import signal
 import subprocess
-import time
 from multiprocessing import get_context
 
 import torch
 
 from lightning_hetero.comm.membership import slots
+from lightning_hetero.comm.membership.roster import Roster
 from lightning_hetero.comm.membership.slots import job_board
 from lightning_hetero.keeper import Keeper
 from tests.helpers import run_ranks
@@ -32,9 +33,12 @@ class Forked:
 
 
 def _child(function, environment):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # its keeper's handlers are not its own
+        signal.signal(number, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
+    Roster.of_process.cache_clear()
     function()
     os._exit(0)
 
@@ -54,11 +58,7 @@ def _keep(rank, world_size, function, arguments, kwargs):
     keeper.function = lambda: function(*arguments)
     code = keeper.run()
     if rank == 0:  # it holds the store
-        until = time.monotonic() + 30
-        while not all(keeper.board.state_of(slot)[1] == slots.OVER for slot in range(world_size)):
-            if time.monotonic() > until:
-                break
-            time.sleep(0.05)
+        keeper.outlast()
     return code
 
 

@@ -13,11 +13,13 @@ if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
     from lightning_hetero.comm.gradients.ddp_hook import HookState as HookState
     from lightning_hetero.comm.gradients.ddp_hook import gradient_hook as gradient_hook
     from lightning_hetero.comm.gradients.health import NonFiniteError as NonFiniteError
+    from lightning_hetero.comm.membership.members import MembershipError as MembershipError
     from lightning_hetero.comm.timing.step_timer import StepTimer as StepTimer
 
 _EXPORTS = {
     "ControlPlane": "lightning_hetero.comm.agreement.control_plane",
     "HookState": "lightning_hetero.comm.gradients.ddp_hook",
+    "MembershipError": "lightning_hetero.comm.membership.members",
     "NonFiniteError": "lightning_hetero.comm.gradients.health",
     "PlanMismatchError": "lightning_hetero.comm.agreement.control_plane",
     "StepTimer": "lightning_hetero.comm.timing.step_timer",

@@ -4,13 +4,13 @@ import json
 import os
 import signal
 import time
+import warnings
 from collections import Counter
-from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -65,9 +65,13 @@ class Suffers(L.LightningModule):
             "indices": indices[: strategy.engine.own_size].tolist(),
             "sizes": strategy.plan.local_batch_sizes,
             "rank": self.global_rank,
+            "batch": batch_idx,
         }
         self.write(self.note)
+        self.window.append(batch_idx)
         self.suffer("forward")
+        if len(self.window) == 2:
+            self.suffer("second batch")
         self.wait_for_newcomers()
         return loss_of(self.net, x)
 
@@ -77,7 +81,11 @@ class Suffers(L.LightningModule):
             (self.folder / "alone").touch()
         self.steps_here += 1
         until = time.monotonic() + 60
-        while self.trainer.global_step >= STEPS - 6 and self.missing() and time.monotonic() < until:
+        while (
+            self.trainer.estimated_stepping_batches - self.trainer.global_step <= 3
+            and self.missing()
+            and time.monotonic() < until
+        ):
             if self.trainer.strategy._members_change():
                 return
             time.sleep(0.01)
@@ -89,8 +97,10 @@ class Suffers(L.LightningModule):
         self.file.write(json.dumps(note) + "\n")
         self.file.flush()
 
-    def on_train_batch_end(self, *args):
-        self.write({**self.note, "done": True})
+    def optimizer_step(self, *args, **kwargs):
+        super().optimizer_step(*args, **kwargs)
+        self.write({**self.note, "done": self.window})
+        self.window = []
 
     def on_before_optimizer_step(self, optimizer):
         self.suffer("optimizer")
@@ -100,7 +110,7 @@ class Suffers(L.LightningModule):
         self.log("loss", loss_of(self.net, batch[0]), sync_dist=True)
 
     def on_train_start(self):
-        self.steps_here = 0
+        self.steps_here, self.window = 0, []
         if self.life:
             (self.folder / f"joined-{self.slot}-{self.life}").touch()
 
@@ -114,7 +124,7 @@ def wait_for(path):
         time.sleep(0.01)
 
 
-def train(folder, faults, arguments, late):
+def train(folder, faults, arguments, late, accumulation=1):
     model = Suffers(folder, faults)
     if model.life and late:
         wait_for(folder / "alone")
@@ -124,6 +134,7 @@ def train(folder, faults, arguments, late):
         plugins=[TorchElasticEnvironment()],
         strategy=HeteroDDPStrategy(**{"replan": 4, **arguments}),
         max_epochs=EPOCHS,
+        accumulate_grad_batches=accumulation,
         num_sanity_val_steps=0,
         logger=False,
         enable_checkpointing=False,
@@ -148,41 +159,46 @@ class Outcome:
                 self.lives.add(tuple(map(int, path.stem.split("-")[1:])))
             for note in notes:
                 note["sizes"] = tuple(note["sizes"])
-                if note.get("done"):  # on one rank: then the gradient of all was complete
-                    done.setdefault(note["step"], set()).add(note["sizes"])
+                if "done" in note:  # on one rank: then the gradient of all was complete
+                    done.setdefault(note["step"], set()).add((note["epoch"], note["sizes"], tuple(note["done"])))
                 else:
-                    begun.setdefault((note["step"], note["sizes"]), {})[note["rank"]] = note
-        self.sizes = {step: sizes for step, (sizes,) in done.items()}
-        self.steps = {step: list(begun[step, sizes].values()) for step, sizes in self.sizes.items()}
+                    begun.setdefault((note["epoch"], note["batch"], note["sizes"]), {})[note["rank"]] = note
+        self.sizes, self.steps, self.batches = {}, {}, {}
+        for step, ((epoch, sizes, window),) in done.items():
+            self.sizes[step] = sizes
+            self.batches[step] = [list(begun[epoch, batch, sizes].values()) for batch in window]
+            self.steps[step] = [note for batch in self.batches[step] for note in batch]
 
-    def check(self):
+    def check(self, steps):
         """Each sample once an epoch, one plan and the whole total in each step, equal replicas, all steps done."""
         for epoch in range(EPOCHS):
             taken = Counter(
                 i for notes in self.steps.values() for n in notes if n["epoch"] == epoch for i in n["indices"]
             )
             assert taken == Counter(range(SAMPLES)), epoch
-        assert sorted(self.steps) == list(range(STEPS))
+        assert sorted(self.steps) == list(range(steps))
         for step, sizes in self.sizes.items():
             assert sum(sizes) == LOCAL * SLOTS, step
-            assert len(self.steps[step]) == len(sizes), step
-        assert {end["step"] for end in self.ends} == {STEPS}
+            assert all(len(batch) == len(sizes) for batch in self.batches[step]), step
+        assert {end["step"] for end in self.ends} == {steps}
         first = self.ends[0]["weights"]
         for end in self.ends[1:]:
             assert all(torch.equal(first[name], end["weights"][name]) for name in first)
 
     def worlds(self):
-        return {len(notes) for notes in self.steps.values()}
+        return {len(sizes) for sizes in self.sizes.values()}
 
     def alone(self):
         """Weights of one process that trains on the same samples in each step, by plain torch."""
         net = network()
         optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
         data = Numbers()
-        for step in range(STEPS):
-            indices = sorted(i for note in self.steps[step] for i in note["indices"])
+        for step in sorted(self.batches):
             optimizer.zero_grad()
-            loss_of(net, torch.stack([data[i][0] for i in indices])).backward()
+            for batch in self.batches[step]:
+                indices = sorted(i for note in batch for i in note["indices"])
+                loss = loss_of(net, torch.stack([data[i][0] for i in indices]))
+                (loss / len(self.batches[step])).backward()
             optimizer.step()
         return net.state_dict()
 
@@ -192,13 +208,14 @@ class Outcome:
         return max(float((self.ends[0]["weights"][name] - alone[name]).abs().max()) for name in alone)
 
 
-def outcome(folder, faults, *, rejoin=True, arguments=None, late=True, **kwargs):
+def outcome(folder, faults, *, rejoin=True, arguments=None, late=True, accumulation=1, **kwargs):
     if rejoin:
         for slot, life, *_ in faults:
             (folder / f"expects-{slot}-{life}").touch()
-    assert run_kept(train, SLOTS, Path(folder), faults, arguments or {}, late, **kwargs) == [0] * SLOTS
+    given = (folder, faults, arguments or {}, late, accumulation)
+    assert run_kept(train, SLOTS, *given, **kwargs) == [0] * SLOTS
     found = Outcome(folder)
-    found.check()
+    found.check(STEPS // accumulation)
     return found
 
 
@@ -248,7 +265,7 @@ def test_all_are_lost_at_once_and_begin_anew(tmp_path):
     for path in tmp_path.glob("steps-*-0.jsonl"):
         path.unlink()
     found = Outcome(tmp_path)
-    found.check()
+    found.check(STEPS)
     assert found.worlds() == {SLOTS}
     assert found.difference() < 1e-12
 
@@ -257,6 +274,15 @@ def test_lost_in_validation(tmp_path):
     faults = [(1, 0, STEPS // EPOCHS, "validation", KILL)]
     found = outcome(tmp_path, faults)
     assert found.lives == lives_of(faults)
+    assert found.difference() < 1e-12
+
+
+def test_lost_inside_an_accumulated_step(tmp_path):
+    """The whole step is done again, with the batches whose gradients are gone."""
+    faults = [(2, 0, 2, "second batch", KILL)]
+    found = outcome(tmp_path, faults, accumulation=3)
+    assert found.lives == lives_of(faults)
+    assert found.worlds() == {SLOTS - 1, SLOTS}
     assert found.difference() < 1e-12
 
 
@@ -288,3 +314,112 @@ def test_every_mode_goes_on(tmp_path, mode):
     assert found.worlds() == {SLOTS - 1, SLOTS}
     if mode in ("hierarchy", "fixed", "bounds", "pid"):
         assert found.difference() < 1e-12
+
+
+def _stream(folder):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield from (Numbers()[i] for i in range(SAMPLES))
+
+    model = Suffers(folder, [])
+    model.note, model.training_step = None, lambda batch, batch_idx: _dies_in_batch(model, batch, batch_idx)
+    model.optimizer_step = lambda *args, **kwargs: L.LightningModule.optimizer_step(model, *args, **kwargs)
+    _trainer(HeteroDDPStrategy()).fit(model, DataLoader(Stream(), batch_size=LOCAL))
+
+
+def _dies_in_batch(model, batch, batch_idx):
+    if (model.slot, model.life, batch_idx) == (1, 0, 3):
+        os.kill(os.getpid(), KILL)
+    return loss_of(model.net, batch[0])
+
+
+def _trainer(strategy, **kwargs):
+    warnings.filterwarnings("ignore", ".*have no `val_dataloader`")
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return L.Trainer(
+        accelerator="cpu",
+        devices=SLOTS,
+        plugins=kwargs.pop("plugins", [TorchElasticEnvironment()]),
+        strategy=strategy,
+        max_epochs=1,
+        enable_model_summary=False,
+        **quiet,
+    )
+
+
+def told(folder, function, *arguments, restarts=0):
+    """Exit codes, and what workers have written when they ended with an error."""
+    codes = run_kept(_tells, SLOTS, folder, function, arguments, restarts=restarts)
+    return codes, [path.read_text() for path in sorted(folder.glob("error-*"))]
+
+
+def _tells(folder, function, arguments):
+    try:
+        function(folder, *arguments)
+    except BaseException as error:
+        name = f"error-{os.environ['LIGHTNING_HETERO_SLOT']}-{os.environ['LIGHTNING_HETERO_LIFE']}"
+        (folder / name).write_text(f"{type(error).__name__}: {error}")
+        raise
+
+
+def test_data_that_cannot_be_split_anew_ends_with_an_error(tmp_path):
+    codes, errors = told(tmp_path, _stream)
+    assert all(codes)
+    assert len(errors) == SLOTS - 1
+    assert all(
+        error.startswith("MembershipError: a worker is lost, and the others cannot take over") for error in errors
+    )
+
+
+def _with_strategy(folder, name, kwargs):
+    _trainer(name, **kwargs).fit(Suffers(folder, []), DataLoader(Numbers(), batch_size=LOCAL))
+
+
+@pytest.mark.parametrize("name", ["hetero_elastic", "hetero_fsdp"])
+def test_other_strategies_refuse_a_keeper(tmp_path, name):
+    codes, errors = told(tmp_path, _with_strategy, name, {})
+    assert all(codes)
+    assert len(errors) == SLOTS
+    assert all("which works with Trainer(strategy='hetero_ddp') only" in error for error in errors)
+
+
+def test_ranks_that_are_not_torchruns_are_refused(tmp_path):
+    codes, errors = told(tmp_path, _with_strategy, "hetero_ddp", {"plugins": [LightningEnvironment()]})
+    assert all(codes)
+    assert all(
+        "the keeper needs ranks that torchrun gives, and these are from LightningEnvironment" in e for e in errors
+    )
+    assert len(errors) == SLOTS
+
+
+def _fits_twice(folder):
+    model = Suffers(folder, [])
+    model.faults = []
+    for number in range(2):
+        if number and (model.slot, model.life) == (1, 0):
+            model.faults = [(1, 0, 4, "forward", KILL)]
+        _trainer(HeteroDDPStrategy(replan=4)).fit(model, DataLoader(Numbers(), batch_size=LOCAL))
+    (folder / f"fitted-{model.slot}").touch()
+
+
+def test_in_a_second_fit_the_others_go_on_and_nobody_joins(tmp_path):
+    codes, errors = told(tmp_path, _fits_twice, restarts=1)
+    assert {path.name for path in tmp_path.glob("fitted-*")} == {"fitted-0", "fitted-2"}
+    assert codes == [0, 0, 0]
+    assert all("can be replaced in the first fit only" in error or "finished training" in error for error in errors)
+
+
+def _signalled(folder):
+    model = Suffers(folder, [])
+    model.faults = [(1, 0, 4, "forward", signal.SIGTERM)] if model.slot == 1 else []
+    try:
+        _trainer(HeteroDDPStrategy(replan=4)).fit(model, DataLoader(Numbers(), batch_size=LOCAL))
+    finally:
+        (folder / f"stopped-{model.slot}-{model.life}").write_text(str(model.trainer.global_step))
+
+
+def test_sigterm_ends_all_and_nothing_starts_again(tmp_path):
+    codes, _ = told(tmp_path, _signalled, restarts=3)
+    assert {path.name for path in tmp_path.glob("stopped-*")} == {f"stopped-{slot}-0" for slot in range(SLOTS)}
+    assert len({path.read_text() for path in tmp_path.glob("stopped-*")}) == 1, "all stop before the same batch"
+    assert codes == [0, 0, 0]

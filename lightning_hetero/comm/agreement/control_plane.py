@@ -1,6 +1,7 @@
 """Agreement between ranks over a separate host-side group: gathering, broadcasting, finding disagreement."""
 
 import atexit
+import os
 import pickle
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from lightning_hetero.comm.agreement.backends import new_group
 from lightning_hetero.comm.agreement.group_lifetime import ended, leave, leave_ended, on_end, run
 from lightning_hetero.comm.failures.failure_watch import FailureWatch
+from lightning_hetero.comm.membership.slots import refuse_lone_keeper
 from lightning_hetero.core.keywords import checked_keywords
 
 __all__ = ["ControlPlane", "PlanMismatchError", "check_digests"]
@@ -72,6 +74,7 @@ class ControlPlane:
     """
 
     def __init__(self, rank: int, world_size: int, *, timeout: timedelta | None = None) -> None:
+        refuse_lone_keeper(os.environ)
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self._joined: Any = None
         self._closers = on_end(self)

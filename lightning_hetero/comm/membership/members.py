@@ -4,7 +4,11 @@ from dataclasses import dataclass
 
 from lightning_hetero.comm.membership.slots import SlotBoard
 
-__all__ = ["Generation", "Member", "is_open"]
+__all__ = ["Generation", "Member", "MembershipError", "is_open"]
+
+
+class MembershipError(RuntimeError):
+    """Raised if a worker was lost, and training cannot go on with those that are left."""
 
 
 @dataclass(frozen=True, order=True)

@@ -17,6 +17,15 @@ STUCK = 75
 """Exit code of a worker that ends so that its keeper starts another; it does not count as a failure."""
 LOOK_S = 0.25
 """Seconds between two looks."""
+IDLE = 0.05
+"""Share of a core below which the main thread waits rather than computes."""
+
+
+def main_thread_seconds() -> float:
+    """Return the computing time of the main thread; always 0 where the system does not tell."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return 0.0
+    return time.clock_gettime(time.pthread_getcpuclockid(threading.main_thread().ident or 0))
 
 
 class MembersWatch:
@@ -26,7 +35,8 @@ class MembersWatch:
         board: what keepers tell, over a connection that no other thread uses.
         generation: the generation.
         me: this worker.
-        stuck_s: seconds after the loss of a member after which this process ends if it has not left the generation.
+        stuck_s: seconds after the loss of a member after which this process ends if it has not left the generation,
+            and its main thread waits. A long computation is no fault: it leads to a call that fails.
 
     Attributes:
         next_is_open: whether someone has come for the next generation.
@@ -49,7 +59,7 @@ class MembersWatch:
         self._thread.join(timeout=2.0)
 
     def _run(self) -> None:
-        since = None
+        since, begun = None, 0.0
         while not self._over.wait(LOOK_S):
             try:
                 self.next_is_open = is_open(self._board, self._generation.number + 1)
@@ -57,15 +67,19 @@ class MembersWatch:
             except RuntimeError as error:  # the store is gone, and with it the job
                 log.debug("worker %d watches the members no more: %s", self._me.slot, error)
                 return
-            since = (since or time.monotonic()) if lost else None
-            if since is not None and time.monotonic() - since > self._stuck_s:
-                self._end(lost, time.monotonic() - since)
+            now, spent = time.monotonic(), main_thread_seconds()
+            if not lost:
+                since = None
+            elif since is None or spent - begun > IDLE * (now - since + LOOK_S):
+                since, begun = now, spent
+            elif now - since > self._stuck_s:
+                self._end(lost, now - since)
 
     def _end(self, lost: list[Member], waited: float) -> None:
         """End the process, and write where each of its threads is."""
         who = ", ".join(f"worker {one.slot}" for one in lost)
         log.critical(
-            "worker %d ends, and its keeper starts another: %s was lost %.0f s ago, and this one is still in the step",
+            "worker %d ends, and its keeper starts another: %s was lost, and this one has waited for %.0f s in a step",
             *(self._me.slot, who, waited),
         )
         faulthandler.dump_traceback(all_threads=True)

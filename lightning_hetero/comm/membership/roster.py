@@ -5,7 +5,9 @@ generation before come, newcomers that wait there join, and the first to come wr
 one is lost before, the next generation is opened.
 """
 
+import functools
 import logging
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ import torch.distributed as dist
 
 from lightning_hetero.comm.membership.members import Generation, Member, is_open
 from lightning_hetero.comm.membership.members_watch import MembersWatch
-from lightning_hetero.comm.membership.slots import OVER, SILENT, Slot, SlotBoard
+from lightning_hetero.comm.membership.slots import OVER, SILENT, Pulse, Slot, SlotBoard, job_board
 
 __all__ = ["Roster", "RosterSettings"]
 
@@ -29,14 +31,14 @@ class RosterSettings:
         poll_s: between two looks into the store.
         notice_s: wait after which the log says who is missing.
         join_s: longest wait for the fewest workers that train.
-        stuck_s: after a member was lost, longest time until this worker comes for the next generation. A worker that
-            does not ends, so that its keeper starts another.
+        stuck_s: after a member was lost, longest time for which this worker waits in its step. A worker that waits for
+            longer ends, so that its keeper starts another.
     """
 
     poll_s: float = 0.02
     notice_s: float = 10.0
     join_s: float = 600.0
-    stuck_s: float = 30.0
+    stuck_s: float = 15.0
 
 
 SETTINGS = RosterSettings()
@@ -52,13 +54,32 @@ class Roster:
 
     Attributes:
         generation: the generation that this worker belongs to, ``None`` before the first.
+        fits: number of fits that this process has begun.
     """
 
     def __init__(self, board: SlotBoard, slot: Slot, settings: RosterSettings | None = None) -> None:
         self.board, self.slot, self._settings = board, slot, settings or SETTINGS
         self.me = Member(slot.slot, slot.life)
         self.generation: Generation | None = None
+        self.fits = 0
         self._watch: MembersWatch | None = None
+
+    @classmethod
+    @functools.cache
+    def of_process(cls) -> "Roster | None":
+        """Return the roster of this process, ``None`` without a keeper; it begins to show that the process lives."""
+        slot = Slot.of(os.environ)
+        if slot is None:
+            return None
+        board = job_board(os.environ)
+        Pulse(board, slot).start()
+        return cls(board, slot)
+
+    def begin_fit(self) -> None:
+        """Count a fit, which may follow another one of this process."""
+        self.fits += 1
+        if self.fits > 1:
+            self.board.begin(self.me.slot)
 
     @property
     def _present(self) -> Generation:

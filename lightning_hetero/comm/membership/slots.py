@@ -18,7 +18,7 @@ from lightning_hetero.comm.failures.rank_monitor import debugged
 __all__ = ["Pulse", "Slot", "SlotBoard", "job_board"]
 
 SLOT, SLOTS, LIFE = "LIGHTNING_HETERO_SLOT", "LIGHTNING_HETERO_SLOTS", "LIGHTNING_HETERO_LIFE"
-LEAST = "LIGHTNING_HETERO_MIN_WORKERS"
+LEAST, GENERATION = "LIGHTNING_HETERO_MIN_WORKERS", "LIGHTNING_HETERO_GENERATION"
 
 RUNS, GONE, OVER, SILENT = "runs", "gone", "over", "silent"
 """State of a life: it runs; it was lost, and another follows; no other follows; its keeper's host is silent."""
@@ -57,6 +57,23 @@ class Slot:
             return None
         slot, slots, life = (int(environment[name]) for name in (SLOT, SLOTS, LIFE))
         return cls(slot, slots, life, int(environment.get(LEAST, 1)))
+
+
+def refuse_lone_keeper(environment: Mapping[str, str]) -> None:
+    """Refuse to train under a keeper where nothing brings the workers together again.
+
+    Raises:
+        RuntimeError: if this process has a keeper, and belongs to no generation of workers.
+
+    Example:
+        >>> refuse_lone_keeper({})
+        >>> refuse_lone_keeper({"LIGHTNING_HETERO_SLOT": "0", "LIGHTNING_HETERO_GENERATION": "2"})
+    """
+    if SLOT in environment and GENERATION not in environment:
+        raise RuntimeError(
+            "this worker has a keeper (lightning_hetero.keeper), which works with Trainer(strategy='hetero_ddp') only: "
+            "other strategies and loops do not go on when a worker is lost. Start the script without the keeper."
+        )
 
 
 def job_board(environment: Mapping[str, str], *, host: bool = False) -> "SlotBoard":
@@ -121,10 +138,14 @@ class SlotBoard:
         """Note that a life has finished training."""
         self.store.set(f"finished/{slot}", str(life))
 
+    def begin(self, slot: int) -> None:
+        """Note that a slot begins to train, maybe once more."""
+        self.store.set(f"finished/{slot}", "")
+
     def finished(self, slots: Iterable[int], life: int | None = None) -> bool:
         """Return whether a worker of one of these slots, or this life of it, has finished training."""
         lives = [self.read(f"finished/{slot}") for slot in slots]
-        return any(one is not None and life in (None, int(one)) for one in lives)
+        return any(one and life in (None, int(one)) for one in lives)
 
     def _keeper_lives(self, slot: int) -> bool:
         sign, now = self.read(f"beat/{slot}") or "", time.monotonic()

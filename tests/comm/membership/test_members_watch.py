@@ -36,8 +36,20 @@ def test_a_stuck_worker_ends_with_its_traceback():
         [sys.executable, "-c", STUCK_IN_A_STEP], capture_output=True, text=True, timeout=60, env=dict(os.environ)
     )
     assert done.returncode == STUCK
-    assert "worker 0 ends, and its keeper starts another: worker 1 was lost" in done.stderr
+    assert "worker 0 ends, and its keeper starts another: worker 1 was lost, and this one has waited" in done.stderr
     assert "in waits_for_the_lost_one" in done.stderr
+
+
+COMPUTES = STUCK_IN_A_STEP.replace(
+    "threading.Event().wait(60)",
+    "begin = time.monotonic()\n    while time.monotonic() - begin < 2:\n        pass",
+)
+
+
+def test_a_worker_that_computes_is_not_stuck():
+    """It is 40 times as long in its step as a stuck one may be."""
+    done = subprocess.run([sys.executable, "-c", COMPUTES], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_worker_that_leaves_in_time_goes_on():

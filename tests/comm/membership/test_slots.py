@@ -44,6 +44,8 @@ def test_training_is_finished_by_one_life(board):
     assert board.finished([0, 1])
     assert board.finished([1], 2)
     assert not board.finished([1], 3)
+    board.begin(1)
+    assert not board.finished([0, 1])
 
 
 def wait_until(condition):

@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from lightning_hetero.comm.membership.group_sockets import making_group, shut_down_groups
+from lightning_hetero.comm.membership.members import MembershipError
 from lightning_hetero.comm.membership.roster import Roster
+from lightning_hetero.comm.membership.slots import GENERATION
 from lightning_hetero.comm.membership.state_transfer import WorkerState, newest_state
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["PEERS", "MembersChangeError", "MembershipError", "MembershipLauncher", "lost_connection"]
+__all__ = ["PEERS", "MembersChangeError", "MembershipLauncher", "lost_connection"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -33,10 +35,6 @@ PATIENCE_S = 10.0
 """Longest wait, after a connection was lost, for a word that a worker is lost."""
 
 SIGNS = ("gloo", "NCCL", "Connection closed", "Connection reset", "connection was closed", "Broken pipe", "Socket")
-
-
-class MembershipError(RuntimeError):
-    """Raised if training cannot go on with the workers that are left."""
 
 
 class MembersChangeError(RuntimeError):
@@ -79,6 +77,7 @@ class MembershipLauncher:
         if trainer.state.fn != "fit":
             return self._inner.launch(function, *args, trainer=trainer, **kwargs)
         brought: WorkerState | None = None
+        self._roster.begin_fit()
         while True:
             fitting = False
             try:
@@ -108,10 +107,12 @@ class MembershipLauncher:
         """Meet the other members, and agree on the state to go on from."""
         roster, strategy = self._roster, self._strategy
         if roster.generation is not None and dist.is_initialized():  # another fit of the same members
+            strategy.begin_generation(roster)
             roster.watch()
             return None
         generation = roster.meet()
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(roster.rank), str(roster.world_size)
+        os.environ[GENERATION] = str(generation.number)
         strategy.begin_generation(roster)
         with making_group():
             dist.init_process_group(
@@ -122,10 +123,15 @@ class MembershipLauncher:
                 timeout=strategy._timeout,
             )
         state = newest_state(brought)
+        if state is not None and state.progress[0] != roster.fits:
+            raise MembershipError(
+                f"worker {roster.me.slot} was started again and is in fit {roster.fits} of its script, and the others "
+                f"are in fit {state.progress[0]}. A worker can be replaced in the first fit only; run the script again."
+            )
         strategy.go_on_from(state)
         if state is not None and roster.rank == 0:
             slots = ", ".join(str(one.slot) for one in generation.members)
-            log.warning("training goes on in step %d with workers %s", state.progress[0], slots)
+            log.warning("training goes on in step %d with workers %s", state.progress[1], slots)
         return state
 
 

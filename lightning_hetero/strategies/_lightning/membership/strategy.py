@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_hetero.comm.compressors.manager import GradientCompression
+from lightning_hetero.comm.membership.members import MembershipError
 from lightning_hetero.comm.membership.roster import Roster
-from lightning_hetero.comm.membership.slots import Pulse, Slot, job_board
+from lightning_hetero.comm.membership.slots import Slot
 from lightning_hetero.comm.membership.state_transfer import WorkerState
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.integer_split import proportional_sizes
@@ -18,7 +19,7 @@ from lightning_hetero.data.sampler import UnevenBatchSampler
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.strategies._checkpoints.residuals import KEY
 from lightning_hetero.strategies._lightning.base import LightningMixin
-from lightning_hetero.strategies._lightning.membership.launcher import PEERS, MembershipError, MembershipLauncher
+from lightning_hetero.strategies._lightning.membership.launcher import PEERS, MembershipLauncher
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -58,13 +59,32 @@ class MembershipMixin(LightningMixin):
     def _configure_launcher(self) -> None:
         """Put our launcher in front of Lightning's, if this process has a keeper."""
         super()._configure_launcher()
-        slot = Slot.of(os.environ)
-        if slot is None or self._roster is not None:
+        if Slot.of(os.environ) is None:
             return
-        board = job_board(os.environ)
-        Pulse(board, slot).start()
-        self._roster = Roster(board, slot)
-        self._launcher: Any = MembershipLauncher(self._launcher, self, self._roster)
+        self._require_known_ranks()
+        roster = self._roster = Roster.of_process()
+        assert roster is not None
+        self._launcher: Any = MembershipLauncher(self._launcher, self, roster)
+
+    def _require_known_ranks(self) -> None:
+        """Refuse a keeper where a lost worker is not noticed, or ranks are not those of the environment.
+
+        Raises:
+            MisconfigurationException: in these cases.
+        """
+        backend = self._get_process_group_backend()
+        if "nccl" in backend:
+            raise self._misconfiguration(
+                f"the keeper needs process_group_backend='gloo', and this one is {backend!r}: NCCL's calls do not end "
+                "when a worker is lost. Start the script without lightning_hetero.keeper; torchrun --max-restarts then "
+                "starts all workers again."
+            )
+        environment = type(self.cluster_environment).__name__
+        if environment != "TorchElasticEnvironment":
+            raise self._misconfiguration(
+                f"the keeper needs ranks that torchrun gives, and these are from {environment}. Start the keeper by "
+                "torchrun: torchrun --nproc-per-node=4 -m lightning_hetero.keeper train.py."
+            )
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -121,9 +141,10 @@ class MembershipMixin(LightningMixin):
         if engine.compression is not None:
             engine.compression.optimizers.flush()
             shared = {KEY: {**engine.compression.state_dict_of_rank(), "residuals": {}}}
+        assert self._roster is not None
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-        progress = trainer.global_step, trainer.current_epoch, current.processed
+        batches = begin_of_step(checkpoint, trainer.accumulate_grad_batches)
+        progress = self._roster.fits, trainer.global_step, trainer.current_epoch, batches
         return WorkerState(progress, self.global_rank, checkpoint, shared, partial(residuals_of, engine.compression))
 
     def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -145,6 +166,28 @@ def end_validation(trainer: "Trainer") -> None:
     loop = trainer.fit_loop.epoch_loop.val_loop
     loop._on_evaluation_model_train()
     loop._has_run = False
+
+
+def begin_of_step(checkpoint: dict[str, Any], accumulation: int) -> int:
+    """Set a checkpoint back to the first batch of the optimizer step that it was taken in; return the batches before.
+
+    Gradients that were accumulated in that step are not part of it.
+
+    Example:
+        >>> counts = {"ready": 9, "started": 9, "processed": 8, "completed": 8}
+        >>> progress = {"current": counts, "total": {name: 10 + count for name, count in counts.items()}}
+        >>> loops = {"epoch_loop.batch_progress": {**progress, "is_last_batch": False}}
+        >>> begin_of_step({"loops": {"fit_loop": loops}}, 3), counts["processed"], progress["total"]["processed"]
+        (6, 6, 16)
+    """
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    current = progress["current"]["processed"]
+    inside = 0 if progress["is_last_batch"] and current == progress["current"]["ready"] else current % accumulation
+    if inside:
+        for counts in (progress["current"], progress["total"]):
+            begin = counts["processed"] - inside
+            counts.update(ready=begin, started=begin, processed=begin, completed=begin)
+    return int(current - inside)
 
 
 def validate_again(checkpoint: dict[str, Any]) -> None:
