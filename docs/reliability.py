@@ -58,8 +58,8 @@ ROWS = (
             f"{TORCHRUN}::test_workers_killed_and_started_again",
             f"{TORCHRUN}::test_more_kills_than_restarts_are_an_error",
         ),
-        "45 s until all have ended; each restart loses the steps since the last checkpoint; under a keeper, one step is "
-        "done again",
+        "45 s until all have ended; each restart loses the steps since the last checkpoint; under a keeper, one step "
+        "is done again",
         ("Kill", "Segfault"),
         "That survivors keep their processes with NCCL, or outside of Lightning's `hetero_ddp`.",
     ),
