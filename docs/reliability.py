@@ -96,8 +96,8 @@ ROWS = (
     Row(
         "R5",
         "A machine can leave, come back, or be replaced: torchrun restarts the workers with their new number, and each "
-        "sample still counts once an epoch. Under a keeper, a worker that comes back joins the running training, also if "
-        "it is lost again.",
+        "sample still counts once an epoch. Under a keeper, a worker that comes back joins the running training, also "
+        "if it is lost again.",
         (
             "tests/strategies/test_membership.py::test_two_are_lost_at_once_and_one_again",
             f"{TORCHRUN}::test_a_machine_leaves_and_another_comes",
