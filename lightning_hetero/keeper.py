@@ -95,7 +95,10 @@ class Keeper:
             if last:
                 return code if code >= 0 else 128 - code
             log.warning(
-                "worker %d was lost (exit code %d) and is started again, for the %d. time", self.slot, code, life + 1
+                "worker %d was lost (exit code %d); its keeper starts it again (restart %d)",
+                self.slot,
+                code,
+                life + 1,
             )
             life += 1
 

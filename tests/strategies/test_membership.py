@@ -10,6 +10,7 @@ from collections import Counter
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -66,6 +67,7 @@ class Suffers(L.LightningModule):
             "sizes": strategy.plan.local_batch_sizes,
             "rank": self.global_rank,
             "batch": batch_idx,
+            "logged": self.trainer.fit_loop.epoch_loop._batches_that_stepped,
         }
         self.write(self.note)
         self.window.append(batch_idx)
@@ -108,6 +110,10 @@ class Suffers(L.LightningModule):
     def validation_step(self, batch, batch_idx):
         self.suffer("validation")
         self.log("loss", loss_of(self.net, batch[0]), sync_dist=True)
+
+    def on_validation_epoch_end(self):
+        path = self.folder / f"validated-{self.slot}-{self.life}"
+        path.write_text(path.read_text() + "+" if path.exists() else "+")
 
     def on_train_start(self):
         self.steps_here, self.window = 0, []
@@ -177,6 +183,7 @@ class Outcome:
             )
             assert taken == Counter(range(SAMPLES)), epoch
         assert sorted(self.steps) == list(range(steps))
+        assert all(note["logged"] == step for step, notes in self.steps.items() for note in notes), "steps of loggers"
         for step, sizes in self.sizes.items():
             assert sum(sizes) == LOCAL * SLOTS, step
             assert all(len(batch) == len(sizes) for batch in self.batches[step]), step
@@ -273,6 +280,8 @@ def test_all_are_lost_at_once_and_begin_anew(tmp_path):
 def test_lost_in_validation(tmp_path):
     faults = [(1, 0, STEPS // EPOCHS, "validation", KILL)]
     found = outcome(tmp_path, faults)
+    ended = len((tmp_path / "validated-0-0").read_text())
+    assert ended >= EPOCHS, "the validation that has failed runs again"
     assert found.lives == lives_of(faults)
     assert found.difference() < 1e-12
 
@@ -402,9 +411,79 @@ def _fits_twice(folder):
     (folder / f"fitted-{model.slot}").touch()
 
 
+def _averages_weights(folder):
+    trainer = _trainer(HeteroDDPStrategy())
+    trainer.callbacks.append(StochasticWeightAveraging(0.1))
+    trainer.fit(Suffers(folder, []), DataLoader(Numbers(), batch_size=LOCAL))
+
+
+def test_a_callback_that_cannot_begin_twice_is_refused(tmp_path):
+    codes, errors = told(tmp_path, _averages_weights)
+    assert all(codes)
+    assert all("StochasticWeightAveraging cannot begin twice in a process" in error for error in errors)
+    assert len(errors) == SLOTS
+
+
+class Adversaries(L.LightningModule):
+    """Trains two networks in turn, each with the other frozen, as Lightning's examples of GANs do."""
+
+    def __init__(self, folder):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = nn.Linear(5, 3, dtype=torch.float64), nn.Linear(3, 1, dtype=torch.float64)
+        self.automatic_optimization, self.folder = False, folder
+        self.slot, self.life = (int(os.environ[f"LIGHTNING_HETERO_{name}"]) for name in ("SLOT", "LIFE"))
+
+    def training_step(self, batch, batch_idx):
+        for number, optimizer in enumerate(self.optimizers()):
+            self.toggle_optimizer(optimizer)
+            loss = self.second(self.first(batch[0]).tanh()).square().mean()
+            if (self.slot, self.life, batch_idx, number) == (1, 0, 5, 1):
+                os.kill(os.getpid(), KILL)
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.first, self.second)]
+
+
+def _adversaries(folder):
+    model = Adversaries(folder)
+    trainer = _trainer(HeteroDDPStrategy(find_unused_parameters=True))
+    trainer.fit(model, DataLoader(Numbers(), batch_size=LOCAL))
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    torch.save(model.state_dict(), folder / f"end-{model.slot}.pt")
+
+
+def test_toggled_optimizers_of_a_lost_step_are_untoggled(tmp_path):
+    codes, errors = told(tmp_path, _adversaries, restarts=1)
+    assert codes == [0, 0, 0]
+    assert all("after the others had finished training" in error for error in errors), "at most the newcomer is late"
+    ends = [torch.load(path, weights_only=True) for path in sorted(tmp_path.glob("end-*.pt"))]
+    assert all(torch.equal(end[name], ends[0][name]) for end in ends for name in end)
+
+
+def _told_while_others_are_lost(folder):
+    model = Suffers(folder, [])
+    if (model.slot, model.life) == (1, 0):
+        model.faults = [(1, 0, 4, "forward", KILL)]
+    if (model.slot, model.life) == (2, 0):
+        model.faults = [(2, 0, 4, "forward", signal.SIGTERM)]
+    _trainer(HeteroDDPStrategy(replan=4)).fit(model, DataLoader(Numbers(), batch_size=LOCAL))
+    (folder / f"fitted-{model.slot}").touch()
+
+
+def test_a_signal_is_not_forgotten_when_a_worker_is_lost(tmp_path):
+    told(tmp_path, _told_while_others_are_lost, restarts=1)
+    assert not list(tmp_path.glob("fitted-*")), "training was told to end"
+
+
 def test_in_a_second_fit_the_others_go_on_and_nobody_joins(tmp_path):
     codes, errors = told(tmp_path, _fits_twice, restarts=1)
     assert {path.name for path in tmp_path.glob("fitted-*")} == {"fitted-0", "fitted-2"}
+    assert not (tmp_path / "steps-1-1.jsonl").read_text(), "a newcomer is in the first fit of its script"
     assert codes == [0, 0, 0]
     assert all("can be replaced in the first fit only" in error or "finished training" in error for error in errors)
 

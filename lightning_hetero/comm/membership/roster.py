@@ -5,6 +5,7 @@ generation before come, newcomers that wait there join, and the first to come wr
 one is lost before, the next generation is opened.
 """
 
+import atexit
 import functools
 import logging
 import os
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from lightning_hetero.comm.membership.group_sockets import shut_down_groups
 from lightning_hetero.comm.membership.members import Generation, Member, is_open
 from lightning_hetero.comm.membership.members_watch import MembersWatch
 from lightning_hetero.comm.membership.slots import OVER, SILENT, Pulse, Slot, SlotBoard, job_board
@@ -72,8 +74,14 @@ class Roster:
         if slot is None:
             return None
         board = job_board(os.environ)
-        Pulse(board, slot).start()
-        return cls(board, slot)
+        found, pulse = cls(board, slot), Pulse(board, slot).start()
+        for end in (
+            shut_down_groups,
+            found.leave,
+            pulse.stop,
+        ):  # groups of two workers that end could wait for each other
+            atexit.register(end)
+        return found
 
     def begin_fit(self) -> None:
         """Count a fit, which may follow another one of this process."""

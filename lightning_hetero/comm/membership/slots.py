@@ -167,7 +167,7 @@ class Pulse:
     """
 
     def __init__(self, board: SlotBoard, slot: Slot) -> None:
-        self._board, self._slot = board.clone(), slot
+        self._board, self._slot, self._over = board.clone(), slot, threading.Event()
         self._thread = threading.Thread(target=self._run, name="lightning_hetero-pulse", daemon=True)
 
     def start(self) -> "Pulse":
@@ -175,11 +175,17 @@ class Pulse:
         self._thread.start()
         return self
 
+    def stop(self) -> None:
+        """Stop the thread: a process that ends must not leave it in a call to the store."""
+        self._over.set()
+        self._thread.join(timeout=2.0)
+
     def _run(self) -> None:
         count = 0
         with suppress(RuntimeError):  # the store is gone, and with it the job
             while not debugged():
                 count += 1
                 self._board.store.set(f"pulse/{self._slot.slot}", f"{self._slot.life} {count}")
-                time.sleep(BEAT_S)
+                if self._over.wait(BEAT_S):
+                    return
             self._board.store.set(f"pulse/{self._slot.slot}", "")

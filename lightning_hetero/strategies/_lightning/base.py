@@ -50,6 +50,9 @@ class LightningMixin(DDPStrategy):
         error: type[Exception] = module.MisconfigurationException
         return error
 
+    def _keep_signal(self) -> None:
+        """Keep a signal that was noted and not obeyed yet, for the next fit."""
+
     def _members_change(self) -> bool:
         """Return whether a worker waits to join."""
         return False

@@ -80,12 +80,18 @@ class EndingMixin(AloneMixin):
 
     engine: HeteroEngine | None
     _signals: SharedSignals | None = None
+    _kept_signal: int | None = None
 
     def _share_signals(self) -> None:
         """Note signals from now on, before Lightning registers handlers."""
         trainer = self._trainer_if_any
         if self.engine is not None and trainer is not None:
-            self._signals = SharedSignals(trainer, self.engine.control, self._members_change).install()
+            self._signals = SharedSignals(trainer, self.engine.control, self._members_change).install(self._kept_signal)
+            self._kept_signal = None
+
+    def _keep_signal(self) -> None:
+        """Keep a signal that was noted and not obeyed yet, for the next fit."""
+        self._kept_signal = None if self._signals is None else self._signals.told_to_end
 
     def settle_signals(self) -> None:
         """Wait for the last message about signals; a process that ends must not leave it in flight."""

@@ -88,8 +88,18 @@ class SharedSignals:
         self._requeue: Callable[[int, FrameType | None], None] | None = None
         self.agreed = self.asked = False  # asked: whether Lightning checks before each batch
 
-    def install(self) -> "SharedSignals":
-        """Replace the handlers; before Lightning registers them."""
+    @property
+    def told_to_end(self) -> int | None:
+        """Number of the signal by which this rank was told to end, ``None`` if it was not."""
+        return self._noted[_Note.END]
+
+    def install(self, kept: int | None = None) -> "SharedSignals":
+        """Replace the handlers; before Lightning registers them.
+
+        Args:
+            kept: number of a signal that came before and was not obeyed.
+        """
+        self._noted[_Note.END] = kept
         connector = self._trainer._signal_connector
         self._requeue = getattr(connector, REQUEUE, None)
         setattr(connector, NOTIFIER, self._term)

@@ -76,6 +76,7 @@ class MembershipLauncher:
         """Run the function; a fit again after each change of the members."""
         if trainer.state.fn != "fit":
             return self._inner.launch(function, *args, trainer=trainer, **kwargs)
+        refuse_weight_averaging(trainer)
         brought: WorkerState | None = None
         self._roster.begin_fit()
         while True:
@@ -87,6 +88,9 @@ class MembershipLauncher:
                 result = function(*given, **kwargs)
                 self._roster.finish()
                 return result
+            except SystemExit:  # all were told to end together, by SIGTERM: nobody is to begin anew
+                self._roster.finish()
+                raise
             except Exception as error:
                 if not self._is_change(error):
                     raise
@@ -95,7 +99,7 @@ class MembershipLauncher:
                 brought = self._strategy.outlive_members(trainer)
             if dist.is_initialized():
                 leave_all_groups()
-            log.info("rank %d left its group within %.2f s", self._roster.rank, time.monotonic() - since)
+            log.debug("rank %d left its group within %.2f s", self._roster.rank, time.monotonic() - since)
 
     def _is_change(self, error: Exception) -> bool:
         """Return whether an error means that the members change."""
@@ -131,7 +135,9 @@ class MembershipLauncher:
         strategy.go_on_from(state)
         if state is not None and roster.rank == 0:
             slots = ", ".join(str(one.slot) for one in generation.members)
-            log.warning("training goes on in step %d with workers %s", state.progress[1], slots)
+            log.warning(
+                "training goes on in step %d with workers %s, from the state that they have", state.progress[1], slots
+            )
         return state
 
 
@@ -141,6 +147,20 @@ def leave_all_groups() -> None:
     with suppress(RuntimeError, ValueError):
         dist.destroy_process_group()
     gc.collect()  # what the training has left holds them, too
+
+
+def refuse_weight_averaging(trainer: "Trainer") -> None:
+    """Refuse a callback whose schedule would begin anew on some workers only.
+
+    Raises:
+        MembershipError: with ``StochasticWeightAveraging``, which cannot be set up twice in a process.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if any(one.__name__ == "StochasticWeightAveraging" for one in type(callback).__mro__):
+            raise MembershipError(
+                "StochasticWeightAveraging cannot begin twice in a process, as it would when a worker is lost. Start "
+                "the script without lightning_hetero.keeper, or leave the callback out."
+            )
 
 
 def with_checkpoint(function: Callable[..., Any], args: tuple[Any, ...], path: str) -> tuple[Any, ...]:

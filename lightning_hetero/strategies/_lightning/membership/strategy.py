@@ -22,7 +22,7 @@ from lightning_hetero.strategies._lightning.base import LightningMixin
 from lightning_hetero.strategies._lightning.membership.launcher import PEERS, MembershipLauncher
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
 __all__ = ["MembershipMixin", "config_of_members"]
 
@@ -126,6 +126,8 @@ class MembershipMixin(LightningMixin):
             again = trainer.validating
             if trainer.evaluating:
                 end_validation(trainer)
+            untoggle(self._pl_module)
+            self._keep_signal()
             state = self._state_of(trainer, engine)
             if again:
                 validate_again(state.checkpoint)
@@ -144,6 +146,8 @@ class MembershipMixin(LightningMixin):
         assert self._roster is not None
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         batches = begin_of_step(checkpoint, trainer.accumulate_grad_batches)
+        automatic, validating = self._pl_module.automatic_optimization, trainer.validating
+        count_logged_steps(checkpoint, automatic=automatic, validating=validating)
         progress = self._roster.fits, trainer.global_step, trainer.current_epoch, batches
         return WorkerState(progress, self.global_rank, checkpoint, shared, partial(residuals_of, engine.compression))
 
@@ -159,6 +163,35 @@ class MembershipMixin(LightningMixin):
             clusters = self.engine.compression.checkpoint.topology.clusters
             checkpoint[KEY] = {"ranks": [mine] * self.engine.world_size, "clusters": clusters}
         return checkpoint
+
+
+def untoggle(module: "LightningModule") -> None:
+    """Undo ``toggle_optimizer`` of a step that has failed, which leaves the parameters of others frozen."""
+    frozen: Any = module._param_requires_grad_state
+    for parameter, trained in frozen.items():
+        parameter.requires_grad_(trained)
+    module._param_requires_grad_state = {}
+
+
+def count_logged_steps(checkpoint: dict[str, Any], *, automatic: bool, validating: bool) -> None:
+    """Set the counter of loggers to the steps that were done, less the one that Lightning adds when it resumes.
+
+    Lightning adds one unless all counts of batches are equal, because its own checkpoints are saved before it counts;
+    and it counts a step behind the validation that follows it.
+
+    Example:
+        >>> counts = {"ready": 7, "started": 7, "processed": 6, "completed": 6}
+        >>> loops = {"epoch_loop.batch_progress": {"total": counts}, "epoch_loop.state_dict": {}}
+        >>> state = {"global_step": 6, "loops": {"fit_loop": loops}}
+        >>> count_logged_steps(state, automatic=True, validating=False)
+        >>> loops["epoch_loop.state_dict"]
+        {'_batches_that_stepped': 5}
+    """
+    loops = checkpoint["loops"]["fit_loop"]
+    counts = loops["epoch_loop.batch_progress"]["total"]
+    done = checkpoint["global_step"] if automatic else counts["processed"]
+    added = len(set(counts.values())) > 1
+    loops["epoch_loop.state_dict"]["_batches_that_stepped"] = done - added - validating
 
 
 def end_validation(trainer: "Trainer") -> None:
