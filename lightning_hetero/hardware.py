@@ -19,12 +19,19 @@ __all__ = [
     "cpu_share",
     "device_name",
     "identity",
+    "is_out_of_memory",
     "memory_limit",
     "probe_largest_batch",
 ]
 
 
 log = logging.getLogger(__name__)
+
+OUT_OF_MEMORY = (
+    *("out of memory", "not enough memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED"),
+    *("CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_NOT_SUPPORTED"),
+)
+"""Error texts of torch on CPUs, and of libraries that found no memory for their own work space."""
 
 
 def identity(device: torch.device, local_rank: int) -> str:
@@ -159,6 +166,19 @@ def capacity(device: torch.device) -> float:
         )
     cores = max(min(cpu_share(), float(torch.get_num_threads())), 1e-3)
     return cpu_peak_flops(cores, torch.backends.cpu.get_cpu_capability())
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory ran out: torch's own, or one of a library below it.
+
+    Example:
+        >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"))
+        True
+        >>> is_out_of_memory(RuntimeError("[enforce fail at alloc_cpu.cpp:132] DefaultCPUAllocator: not enough memory"))
+        True
+    """
+    known = isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
+    return known or isinstance(error, torch.OutOfMemoryError)
 
 
 def probe_largest_batch(runs: Callable[[int], bool], *, start: int, limit: int) -> int:

@@ -192,9 +192,12 @@ class HeteroEngine(EngineData):
                 assert upcoming is not None
                 return self._context(upcoming, noise=self.noise_scale(), epoch_begins=begins)
 
+            fitting = None if last or upcoming is None else self._within_bounds(planner, upcoming)
             decision, predicted = decide_round(planner, observations, self.plan, upcoming, context)
             if last:
                 decision = replace(decision, proposal=None, density=None, stale=None, kept=None)
+            elif fitting is not None and decision.proposal is None:
+                decision = replace(decision, proposal=fitting, kept=None)
             return decision, (*predicted, self._even_step(decision.planner or planner, observations))
 
         done = self._run_sync_round(decide, not_before)
@@ -216,6 +219,18 @@ class HeteroEngine(EngineData):
         done = self._run_sync_round(lambda _: (Decision(None, Proposal(plan, reason)), NOT_PREDICTED), not_before)
         assert done.entry is not None
         return done.entry
+
+    def _within_bounds(self, planner: Planner | None, plan: BatchPlan) -> Proposal | None:
+        """Return the newest plan within bounds that have fallen; ``None`` if it fits, or the planner moves the total.
+
+        Raises:
+            ValueError: if the workers can no longer hold a total that nobody moves.
+        """
+        workers = self.workers
+        assert workers is not None
+        if moves_total(planner) and not workers.has_room(plan.total_batch_size):
+            return None
+        return workers.within_bounds(plan)
 
     def _context(self, plan: BatchPlan, **known: Any) -> PlanContext:
         assert self.workers is not None

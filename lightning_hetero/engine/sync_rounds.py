@@ -64,6 +64,10 @@ class SyncRounds:
         """Leave the number of micro-batches to the training loop, or take it back."""
         self.keeps_window = keeps
 
+    def hasten(self) -> None:
+        """Let a round follow the next optimizer step, whenever it was due; on all ranks at the same batch."""
+        self.schedule.hasten(self.timer.synced_steps + 1)
+
     @property
     def elapsed(self) -> int:
         """Steps since the last round."""
@@ -88,7 +92,7 @@ class SyncRounds:
         if plans.history is None or data.sampler is None or data.workers is None:
             raise RuntimeError("no training data was sharded yet; call shard() first.")
         held = plans.history.digest(), *data.sampler.drawn
-        reached = gather_payloads(self.control, held, (self.timer, self.watch.memory, *payloads))
+        reached = gather_payloads(self.control, held, (self.timer, self.watch.memory, data, *payloads))
         observations, workers, done, learning = self.timer.matched, data.workers, Decision(None), data.cost_learning
         self.observations = observations if observations.num_steps else self.observations
 

@@ -5,12 +5,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.agreement.workers import Workers
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.batching.plan import PlanHistory
+from lightning_hetero.core.batching.plan import NO_LIMIT, PlanHistory
 from lightning_hetero.core.policies.base import Planner, moves_total
 from lightning_hetero.data.cost.division import CostDivision
 from lightning_hetero.data.division import Division
@@ -79,6 +81,23 @@ class TrainingData:
     def bound_by_memory(self, number: int | None) -> None:
         """Allow at most ``number`` samples per batch on this rank; ``None`` for no bound."""
         self._memory_bound = number
+
+    def lower_memory_bound(self, number: int) -> None:
+        """Allow at most ``number`` samples on this rank, if that is less than before; all ranks know at the next round.
+
+        A split that the user has fixed keeps its sizes.
+        """
+        if not self.config.fixes_split:
+            self._memory_bound = min(number, self._memory_bound or number)
+
+    def pack(self) -> npt.NDArray[np.float64]:
+        """Return this rank's memory bound for the message of a sync round."""
+        return np.array([float(self._memory_bound or NO_LIMIT)])
+
+    def unpack(self, everyone: npt.NDArray[np.float64], control: ControlPlane) -> None:
+        """Take in the memory bounds of all ranks."""
+        if self.workers is not None:
+            self.workers = self.workers.bounded(everyone[:, 0].astype(int).tolist())
 
     def keep_total_of(self, ranks: int) -> None:
         """Take the total batch of so many ranks, those that the job began with; call it before data is sharded."""

@@ -77,6 +77,11 @@ class WrappedModel:
         self._known = self._in_optimizers()
         self._wrapped = {p for p in self._parameters if p.requires_grad}
 
+    @property
+    def trained(self) -> list[torch.Tensor]:
+        """Parameters that need a gradient now."""
+        return [p for p in self._parameters if p.requires_grad]
+
     def _flags_now(self) -> list[bool]:
         return list(map(_needs_gradient, self._parameters))
 

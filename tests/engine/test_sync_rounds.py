@@ -143,3 +143,39 @@ def test_steps_under_the_old_plan_are_counted_from_the_start_of_the_next_epoch()
     train(engine, *range(16))
     engine.exchange(Shrinks(), not_before=(1, 0))
     assert engine.rounds.schedule.next == 16 + 8 + 1
+
+
+# a memory bound that falls in the run
+
+
+def _one_has_run_out(rank, config, planner):
+    dist.init_process_group("gloo")
+    engine = HeteroEngine(HeteroConfig(**config), rank=rank, world_size=2, device=torch.device("cpu"), local_rank=rank)
+    engine.shard(PermutationStream(800, shuffle=False, seed=0), batch_size=4)
+    if rank == 1:
+        engine.data.lower_memory_bound(2)
+        engine.data.lower_memory_bound(3)
+    kept = engine.exchange(planner, last=True).entry
+    entry = engine.exchange(planner).entry
+    return kept, None if entry is None else entry.plan.local_batch_sizes, engine.workers.max_local
+
+
+@pytest.mark.parametrize("planner", [None, StaticPlanner()])
+def test_all_ranks_take_a_plan_within_the_bound_of_one(planner):
+    """At the next round, whether the planner has observed anything by then or not; not when training ends."""
+    for kept, sizes, bounds in run_ranks(_one_has_run_out, 2, {"policy": "even"}, planner):
+        assert kept is None
+        assert sizes == (6, 2)
+        assert bounds[1] == 2
+
+
+def test_a_split_that_the_user_has_fixed_keeps_its_sizes():
+    for _, sizes, bounds in run_ranks(_one_has_run_out, 2, {"local_batch_sizes": (4, 4)}, None):
+        assert (sizes, bounds) == (None, None)
+
+
+def test_a_hastened_round_follows_the_next_step():
+    engine = alone(replan="epoch")
+    engine.rounds.hasten()
+    train(engine, 0)
+    assert engine.sync_due

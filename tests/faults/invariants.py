@@ -87,6 +87,23 @@ def all_end(fault, mode, outcome, undisturbed):
         assert all(torch.equal(weights, others[0]) for weights in others)
 
 
+def done_in_pieces(fault, mode, outcome, undisturbed):
+    """Under Lightning's `hetero_ddp`, the batch is trained on in pieces, with the same gradient; else all ranks end."""
+    if not mode.in_pieces:
+        all_end(fault, mode, outcome, undisturbed)
+        return
+    assert not outcome.errors
+    taken = [sorted({(epoch, step, i) for epoch, step, own in r["seen"] for i in own}) for r in outcome.results]
+    for epoch in range(mode.epochs):  # a set: the first attempt, and the pieces
+        assert sorted(i for own in taken for e, _, i in own if e == epoch) == list(range(mode.samples))
+    for rank, result in enumerate(outcome.results):
+        np.testing.assert_array_equal(result["weights"], outcome.results[0]["weights"])
+        said = [line for line in result["said"] if "ran out of memory" in line]
+        assert len(said) == int(rank == fault.rank)
+        if mode.repeats:
+            np.testing.assert_allclose(result["weights"], undisturbed.results[rank]["weights"], rtol=0, atol=1e-12)
+
+
 def all_end_with_one_error(fault, mode, outcome, undisturbed):
     """Every rank raises the same error, which names the rank of the fault, or what each rank holds."""
     kind, pattern = fault.error
@@ -115,7 +132,7 @@ INVARIANTS = {
     faults.Kill: all_end,
     faults.Segfault: all_end,
     faults.Raise: all_end,
-    faults.OutOfMemory: all_end,
+    faults.OutOfMemory: done_in_pieces,
     faults.LinkCut: all_end,
     faults.Sigterm: all_stop_together,
     faults.Freeze: nothing_changed,

@@ -31,6 +31,7 @@ class Mode:
         settings: its settings.
         repeats: whether two runs give the same weights to the last bit; decisions by measured times do not.
         in_step: whether all ranks take equally many batches.
+        in_pieces: whether a batch that does not fit is trained on in pieces.
         ranks: number of ranks.
         samples: samples of an epoch.
         epochs: epochs of the training.
@@ -40,6 +41,7 @@ class Mode:
     settings: dict[str, Any] = field(default_factory=dict)
     repeats: bool = True
     in_step: bool = True
+    in_pieces: bool = False
     ranks: int = 2
     samples: int = SAMPLES
     epochs: int = 2
@@ -92,16 +94,17 @@ LIGHTNING = _front_end("lightning")
 ADAPTIVE = _front_end("lightning", callbacks=lambda: [AdaptiveBatchCallback(20), GNSCallback(every_n_steps=1)])
 
 MODES = {
-    "plain": Mode(LIGHTNING, FIXED),
-    "compressed": Mode(LIGHTNING, {**FIXED, "compression": SPARSE}),
-    "powersgd": Mode(LIGHTNING, {**FIXED, "compression": LowRank(rank=1, start=2)}),
-    "stale": Mode(LIGHTNING, {**FIXED, "staleness": 1}, repeats=False),
+    "plain": Mode(LIGHTNING, FIXED, in_pieces=True),
+    "compressed": Mode(LIGHTNING, {**FIXED, "compression": SPARSE}, in_pieces=True),
+    "powersgd": Mode(LIGHTNING, {**FIXED, "compression": LowRank(rank=1, start=2)}, in_pieces=True),
+    "stale": Mode(LIGHTNING, {**FIXED, "staleness": 1}, repeats=False, in_pieces=True),
     "hierarchical": Mode(
         _front_end("lightning", ranks=3),
         {"local_batch_sizes": (4, 3, 3), "hierarchy": [[0], [1, 2]], "compression": SPARSE},
+        in_pieces=True,
         ranks=3,
     ),
-    "adaptive": Mode(ADAPTIVE, repeats=False),
+    "adaptive": Mode(ADAPTIVE, repeats=False, in_pieces=True),
     "elastic": Mode(_elastic, repeats=False, in_step=False),
     "accelerate": Mode(_front_end("accelerate"), FIXED),
     "fabric": Mode(_front_end("fabric"), FIXED),

@@ -111,7 +111,7 @@ class Fake:
     """What handlers ask of a trainer; two ranks in one process, whose messages meet in :meth:`maximum_later`."""
 
     def __init__(self, world_size):
-        self.killed, self.requeued, self.others = [], [], [0, 0, 0]
+        self.killed, self.requeued, self.others = [], [], [0, 0, 0, 0]
         launcher = SimpleNamespace(kill=self.killed.append)
         self.connector = SimpleNamespace(
             received_sigterm=False,
@@ -120,7 +120,8 @@ class Fake:
         )
         trainer = SimpleNamespace(strategy=SimpleNamespace(launcher=launcher), _signal_connector=self.connector)
         control = SimpleNamespace(rank=0, world_size=world_size, maximum_later=lambda: self.maximum_later)
-        self.signals = SharedSignals(trainer, control).install()
+        self.heard = []
+        self.signals = SharedSignals(trainer, control, hasten=lambda: self.heard.append(1)).install()
 
     def maximum_later(self, notes):
         others = torch.tensor(self.others)
@@ -157,12 +158,26 @@ def test_a_requeue_is_asked_for_once():
     assert one.requeued == [signal.SIGUSR2]
 
 
+def test_all_ranks_hear_at_the_same_batch_that_one_has_run_out_of_memory():
+    """Once, a batch later, whichever rank it was."""
+    one, other = Fake(2), Fake(2)
+    one.signals.note_memory()
+    heard = []
+    for fake in (one, other):
+        for batch in range(4):
+            other.others = [0, 0, 0, int(batch == 0)]
+            before = len(fake.heard)
+            fake.signals.check()
+            heard += [batch] * (len(fake.heard) - before)
+    assert heard == [1, 1]
+
+
 @pytest.mark.parametrize("when", ["before the last check", "after it"])
 def test_a_signal_to_another_rank_at_the_very_end_is_obeyed(when):
     one = Fake(2)
-    one.others = [signal.SIGTERM if when == "before the last check" else 0, 0, 0]
+    one.others = [signal.SIGTERM if when == "before the last check" else 0, 0, 0, 0]
     one.signals.check()
-    one.others = [0 if when == "before the last check" else signal.SIGTERM, 0, 0]
+    one.others = [0 if when == "before the last check" else signal.SIGTERM, 0, 0, 0]
     with pytest.raises(SIGTERMException):
         one.signals.finish()
     assert one.signals.agreed

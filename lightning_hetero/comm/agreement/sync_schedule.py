@@ -66,6 +66,17 @@ class SyncSchedule:
         """Return whether a sync round follows this step."""
         return step >= self.next
 
+    def hasten(self, step: int) -> None:
+        """Let the next round come at this step at the latest; all ranks have to do so together.
+
+        Example:
+            >>> schedule = SyncSchedule("epoch")
+            >>> schedule.hasten(3)
+            >>> schedule.due(2), schedule.due(3)
+            (False, True)
+        """
+        self.next = min(self.next, step)
+
     def due_at_epoch(self, step: int, *, micro_batches_move: bool = False) -> bool:
         """Return whether enough steps have passed since the last sync round for one between two epochs.
 

@@ -1,7 +1,7 @@
 """Workers of a run: their hardware, capacity and batch-size limits, and the plan that the run begins with."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_hetero.config import HeteroConfig
@@ -73,6 +73,39 @@ class Workers:
             **known,
         )
 
+    def bounded(self, bounds: Sequence[int]) -> "Workers":
+        """Return these workers with at most ``bounds`` samples each, where that is less than before.
+
+        Example:
+            >>> Workers(("a", "b"), (1.0, 1.0), max_local=(8, 8)).bounded([6, NO_LIMIT]).max_local
+            (6, 8)
+        """
+        held = self.max_local or (NO_LIMIT,) * self.world_size
+        now = tuple(min(pair) for pair in zip(held, map(int, bounds), strict=True))
+        return self if now == held else replace(self, max_local=now)
+
+    def within_bounds(self, plan: BatchPlan) -> Proposal | None:
+        """Return the plan of the same total that fits a bound which has fallen; ``None`` if the plan fits.
+
+        Raises:
+            ValueError: if the workers together cannot hold the total.
+
+        Example:
+            >>> Workers(("a", "b"), (1.0, 1.0), max_local=(8, 4)).within_bounds(BatchPlan(10, (4, 6))).plan
+            BatchPlan(total_batch_size=10, local_batch_sizes=(6, 4), ...)
+        """
+        sizes, high = plan.local_batch_sizes, self.max_local
+        if high is None or all(size <= most for size, most in zip(sizes, high, strict=True)):
+            return None
+        self._require_room(plan.total_batch_size)
+        low = [min(self.min_local, size) for size in sizes]  # a worker that was left out stays so
+        fitting = proportional_sizes(plan.total_batch_size, sizes, min_local=low, max_local=high)
+        over = [rank for rank, size in enumerate(sizes) if size > high[rank]]
+        return Proposal(
+            BatchPlan(plan.total_batch_size, fitting, cost=plan.cost),
+            f"rank {', '.join(map(str, over))} cannot hold more than {', '.join(str(high[rank]) for rank in over)}",
+        )
+
     def check(self, plan: BatchPlan, min_local: int | None = None) -> None:
         """Check that a plan fits these workers.
 
@@ -139,11 +172,18 @@ class Workers:
                 f"a total batch of {total} samples cannot give each of {self.world_size} workers at least "
                 f"{self.min_local}. Raise the DataLoader's batch_size or lower min_local_batch_size."
             )
-        if self.max_local is not None and sum(self.max_local) < total:
+        self._require_room(total)
+        even = [1.0] * self.world_size
+        return BatchPlan(total, proportional_sizes(total, even, min_local=self.min_local, max_local=self.max_local))
+
+    def has_room(self, total: int) -> bool:
+        """Return whether the workers together can hold a total batch."""
+        return self.max_local is None or sum(self.max_local) >= total
+
+    def _require_room(self, total: int) -> None:
+        if self.max_local is not None and not self.has_room(total):
             raise ValueError(
                 f"a total batch of {total} samples does not fit: the workers hold at most {list(self.max_local)}, "
                 f"together {sum(self.max_local)}. Let the DataLoader's batch_size, or your batch sampler, give "
                 f"batches of at most {sum(self.max_local) // self.world_size}, and accumulate gradients over several."
             )
-        even = [1.0] * self.world_size
-        return BatchPlan(total, proportional_sizes(total, even, min_local=self.min_local, max_local=self.max_local))

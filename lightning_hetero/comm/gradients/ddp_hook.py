@@ -142,7 +142,7 @@ class HookState:
         """
         if self.weighted and not self.backward_via_strategy:
             raise RuntimeError(DIRECT_BACKWARD)
-        self._fired = True
+        self._fired = self.backwards.sending = True
         self.num_bytes += num_bytes
 
     def end_payout(self) -> None:
@@ -176,7 +176,8 @@ class HookState:
     # what ends later
 
     def hold(self, callback: Any) -> None:
-        """Remember a callback that a thread of the process group may hold until :meth:`settle`."""
+        """Remember the callback of a bucket that was sent; the process group may hold it until :meth:`settle`."""
+        self.backwards.sending = False
         self._running.append(weakref.ref(callback))
 
     def settle(self, timeout: float = 5.0) -> None:
@@ -212,10 +213,16 @@ class HookState:
 
 
 class BackwardCheck:
-    """Counter of backward passes between two optimizer steps."""
+    """Counter of backward passes between two optimizer steps.
+
+    Attributes:
+        passes: backward passes since the last step.
+        stepped: whether the optimizer has stepped.
+        sending: whether a bucket is about to be sent, or was when its hook failed.
+    """
 
     def __init__(self) -> None:
-        self.passes, self.stepped = 0, False
+        self.passes, self.stepped, self.sending = 0, False, False
 
     def begin_batch(self) -> None:
         """Count anew if the optimizer has stepped."""
@@ -225,6 +232,7 @@ class BackwardCheck:
     def count(self) -> None:
         """Count a backward pass."""
         self.passes += 1
+        self.sending = False
 
     def step(self) -> None:
         """Check that a backward pass came before the optimizer step.

@@ -102,12 +102,13 @@ class StepTimer:
         self._discard |= not regular
 
     def begin_backward(self) -> None:
-        """Begin a backward pass."""
-        if self._batch is None:
+        """Begin a backward pass, or go on with one that failed: DDP waits for the buckets that are missing."""
+        batch = self._batch
+        if batch is None or (batch.backwards and not batch.backwards[-1].ends):
             return
         start = self.clock.mark()
         processor = [] if self._processor_time is None else [self._processor_time()]
-        self._batch.backwards.append(BackwardMarks(start, [], {}, [], processor, []))
+        batch.backwards.append(BackwardMarks(start, [], {}, [], processor, []))
 
     def end_backward(self) -> None:
         """End the backward pass that began last; one that failed has no end."""

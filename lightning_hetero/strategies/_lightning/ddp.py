@@ -17,6 +17,7 @@ from lightning_hetero.frontend.model_setup import attach_module, loss_scaler
 from lightning_hetero.frontend.wrap_model import WrappedModel
 from lightning_hetero.strategies._arguments import check_arguments, check_communication, refuse_for_own_loops
 from lightning_hetero.strategies._lightning.membership.strategy import MembershipMixin
+from lightning_hetero.strategies._lightning.out_of_memory.steps import OutOfMemoryMixin
 from lightning_hetero.strategies._lightning.probes.memory import probe_module
 from lightning_hetero.strategies._lightning.staleness import attach_staleness
 from lightning_hetero.strategies._lightning.uneven_steps import UnevenStepsMixin
@@ -30,7 +31,7 @@ __all__ = ["HeteroDDPMixin"]
 show_log()
 
 
-class HeteroDDPMixin(UnevenStepsMixin, MembershipMixin):
+class HeteroDDPMixin(OutOfMemoryMixin, UnevenStepsMixin, MembershipMixin):
     """Data-parallel training on unequal workers, with the gradients of a single process (Cannikin; dynamic batching).
 
     As under DDP, the DataLoader's ``batch_size`` is the samples per worker, here on average: the total batch is

@@ -86,8 +86,9 @@ class EndingMixin(AloneMixin):
         """Note signals from now on, before Lightning registers handlers."""
         trainer = self._trainer_if_any
         if self.engine is not None and trainer is not None:
-            self._signals = SharedSignals(trainer, self.engine.control, self._members_change).install(self._kept_signal)
-            self._kept_signal = None
+            control, hasten = self.engine.control, self.engine.rounds.hasten
+            signals = SharedSignals(trainer, control, self._members_change, hasten)
+            self._signals, self._kept_signal = signals.install(self._kept_signal), None
 
     def _keep_signal(self) -> None:
         """Keep a signal that was noted and not obeyed yet, for the next fit."""

@@ -33,11 +33,12 @@ NOTIFIER, REQUEUE = "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
 
 
 class _Note(IntEnum):
-    """Index of a signal in a rank's notes."""
+    """Index in a rank's notes: of a signal, or of what else all ranks have to know soon."""
 
     END = 0
     REQUEUE = 1
     MEMBERS = 2
+    MEMORY = 3
 
 
 def sigterm_at_next_merge(trainer: "Trainer", note: Callable[[], None]) -> None:
@@ -68,7 +69,7 @@ def restore_sigterm(trainer: "Trainer") -> None:
 class SharedSignals:
     """SIGTERM, and the signal of SLURM that asks to requeue, as all ranks together see them.
 
-    A handler only notes its signal. Before each batch, ranks exchange their notes, two numbers over the host-side
+    A handler only notes its signal. Before each batch, ranks exchange their notes, four numbers over the host-side
     group, and read those of the batch before. So no rank waits, the device is not synchronized, and all ranks know the
     same at the same batch.
 
@@ -76,12 +77,17 @@ class SharedSignals:
         trainer: trainer whose handlers and check are replaced.
         control: control plane of the ranks.
         members_change: returns whether a worker waits to join.
+        hasten: called at the same batch on all ranks after one has run out of memory.
     """
 
     def __init__(
-        self, trainer: "Trainer", control: ControlPlane, members_change: Callable[[], bool] = lambda: False
+        self,
+        trainer: "Trainer",
+        control: ControlPlane,
+        members_change: Callable[[], bool] = lambda: False,
+        hasten: Callable[[], None] = lambda: None,
     ) -> None:
-        self._trainer, self._control = trainer, control
+        self._trainer, self._control, self._hasten = trainer, control, hasten
         self._noted: list[int | None] = [None] * len(_Note)  # numbers of the signals that came
         self._notes = SharedNotes(control, len(_Note))
         self._members_change = members_change
@@ -120,6 +126,10 @@ class SharedSignals:
         self._noted[_Note.REQUEUE] = signum
         if self._control.world_size == 1 and self._requeue is not None:
             self._requeue(signum, frame)
+
+    def note_memory(self) -> None:
+        """Note that this rank has run out of memory, so that its bound has fallen."""
+        self._noted[_Note.MEMORY] = 1
 
     def start(self) -> None:
         """Check before each batch from now on."""
@@ -168,7 +178,7 @@ class SharedSignals:
     def _send(self) -> None:
         self._noted[_Note.MEMBERS] = int(self._members_change())
         self._notes.send([number or 0 for number in self._noted])
-        self._noted[_Note.REQUEUE] = None
+        self._noted[_Note.REQUEUE] = self._noted[_Note.MEMORY] = None
 
     def _obey(self, told: list[int]) -> None:
         if told[_Note.REQUEUE] and self._requeue is not None:
@@ -177,5 +187,7 @@ class SharedSignals:
             self.agreed = True
             self._trainer._signal_connector.received_sigterm = True
             raise SIGTERMException
+        if told[_Note.MEMORY]:
+            self._hasten()
         if told[_Note.MEMBERS]:
             raise MembersChangeError("a worker waits to join")

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_hetero.comm.agreement.workers import Workers
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.batching.plan import NO_LIMIT, BatchPlan
 from lightning_hetero.core.policies.base import Proposal
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.core.policies.static import StaticPlanner
@@ -142,3 +142,41 @@ def test_what_a_planner_begins_with_is_checked(outcome, error, words):
 
     with pytest.raises(error, match=words):
         first(roster(), 8, Begins())
+
+
+# a bound that falls in the run
+
+
+@pytest.mark.parametrize(
+    ("held", "bounds", "now"),
+    [(None, (NO_LIMIT, NO_LIMIT), None), (None, (NO_LIMIT, 5), (NO_LIMIT, 5)), ((8, 8), (9, 5), (8, 5))],
+)
+def test_bounds_only_fall(held, bounds, now):
+    assert roster(max_local=held).bounded(bounds).max_local == now
+
+
+@pytest.mark.parametrize(
+    ("sizes", "high", "fitting"),
+    [
+        ((6, 4), (6, 4), None),
+        ((6, 4), (5, NO_LIMIT), (5, 5)),
+        ((6, 4, 2), (9, 3, 9), (7, 3, 2)),
+        ((8, 0, 4), (6, 9, 9), (6, 0, 6)),  # one that was left out stays so
+    ],
+)
+def test_a_plan_beyond_a_bound_becomes_one_of_the_same_total(sizes, high, fitting):
+    proposal = roster(len(sizes), max_local=high).within_bounds(BatchPlan(sum(sizes), sizes))
+    assert (proposal and proposal.plan.local_batch_sizes) == fitting
+
+
+def test_a_plan_beyond_a_bound_says_whose():
+    proposal = roster(max_local=(NO_LIMIT, 3)).within_bounds(BatchPlan(10, (6, 4)))
+    assert proposal.reason == "rank 1 cannot hold more than 3"
+
+
+def test_a_total_beyond_all_bounds_is_an_error():
+    workers = roster(max_local=(5, 4))
+    assert workers.has_room(9)
+    assert not workers.has_room(10)
+    with pytest.raises(ValueError, match=r"a total batch of 10 samples does not fit.*\[5, 4\], together 9"):
+        workers.within_bounds(BatchPlan(10, (6, 4)))

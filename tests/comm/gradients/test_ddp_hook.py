@@ -217,6 +217,22 @@ def state_of(**given):
     return HookState(StepTimer(HostClock()), 2, **given)
 
 
+def test_a_bucket_whose_hook_failed_is_known_until_the_next_backward_pass():
+    """Nobody can say whether it was sent."""
+    state = HookState(StepTimer(HostClock()), 1)
+    state.begin_reduction(8)
+    assert state.backwards.sending
+    with state.backward():
+        assert not state.backwards.sending
+    state.begin_reduction(8)
+    state.hold(Held())
+    assert not state.backwards.sending
+
+
+class Held:
+    """A callback that nobody calls."""
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_only_the_backward_pass_inside_went_through_the_strategy(fails):
     state = state_of(weighted=True)

@@ -335,6 +335,17 @@ def test_a_backward_pass_that_failed_gives_no_row(run):
     assert [row["step"] for row in run.rows()] == [SETTINGS.warm_up_steps + 2]
 
 
+def test_a_backward_pass_that_goes_on_after_a_failure_has_the_buckets_of_both_attempts(run):
+    """Else ranks would disagree on the number of buckets, and with it on the length of a sync round's message."""
+    run.observer.begin_step(4, regular=True)
+    for _ in range(2):
+        run.observer.begin_backward()
+        run.observer.bucket_done(run.observer.bucket_ready())
+    run.observer.end_backward()
+    run.observer.end_step()
+    assert run.observer.buckets == 2
+
+
 def test_a_loader_that_is_not_timed_starts_the_step_at_its_batch(run):
     run.warm(fetch=False)
     run.step(fetch=False)

@@ -26,12 +26,12 @@ from lightning_hetero.callbacks import AdaptiveBatchCallback
 from lightning_hetero.callbacks._lightning import LightningModule, Trainer, callbacks_of
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.frontend.loaders import sample_count
-from lightning_hetero.hardware import probe_largest_batch
+from lightning_hetero.hardware import is_out_of_memory, probe_largest_batch
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision
 
-__all__ = ["probe_module"]
+__all__ = ["SETTINGS", "ProbeSettings", "probe_module", "swapped"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -53,11 +53,6 @@ class ProbeSettings:
 
 
 SETTINGS = ProbeSettings()
-OUT_OF_MEMORY = (
-    *("out of memory", "CUBLAS_STATUS_ALLOC_FAILED"),
-    *("CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_NOT_SUPPORTED"),
-)
-"""Error texts of libraries that found no memory for their own work space."""
 
 
 def probe_module(trainer: Trainer, module: LightningModule, device: torch.device, config: HeteroConfig) -> int | None:
@@ -123,16 +118,6 @@ def later_bytes(module: torch.nn.Module, config: HeteroConfig) -> int:
     own, elements = sum(p.numel() * p.element_size() for p in trained), sum(p.numel() for p in trained)
     compressed = config.compression is not None  # a residual and a sum, in float32
     return (1 + SETTINGS.optimizer_copies + 2 * (config.staleness > 0)) * own + 2 * 4 * elements * compressed
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether an error says that memory ran out: torch's own, or one of a library below it.
-
-    Example:
-        >>> is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"))
-        True
-    """
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in OUT_OF_MEMORY)
 
 
 def largest_training_batch(
@@ -201,7 +186,7 @@ def _dry(module: torch.nn.Module, device: torch.device, world_size: int) -> Iter
     try:
         with torch.random.fork_rng(devices=devices), ExitStack() as stack:
             for owner, name, value in _stand_ins(module, world_size):
-                stack.enter_context(_swapped(owner, name, value))
+                stack.enter_context(swapped(owner, name, value))
             yield
     finally:
         random.setstate(python)
@@ -231,7 +216,7 @@ def _stand_ins(module: torch.nn.Module, world_size: int) -> Iterator[tuple[Any, 
 
 
 @contextmanager
-def _swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
+def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Give an object another attribute inside the context."""
     own = vars(owner).get(name)
     setattr(owner, name, value)

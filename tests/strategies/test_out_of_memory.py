@@ -1,0 +1,261 @@
+"""A rank runs out of memory in a step: the step ends with the same gradient, the bound falls, and the plan follows."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from lightning_hetero.strategies._lightning.out_of_memory.pieces import (
+    NotInPiecesError,
+    loss_with_gradients,
+    sum_in_pieces,
+)
+from tests.helpers import Regressor, collected, covered, fit, run_ranks
+
+ROWS, WIDTH = 13, 4
+
+
+def full(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+# pieces
+
+
+class Batch:
+    """Rows and a model that holds at most ``bound`` of them.
+
+    A parameter is used twice, two have one gradient, which is one tensor, and the last is not used.
+    """
+
+    def __init__(self, bound, where="forward"):
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+        self.parameters = [
+            torch.randn(WIDTH, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(4)
+        ]
+        self.bound, self.where, self.tried = bound, where, []
+
+    def loss(self, start, stop):
+        self.tried.append(stop - start)
+        w, one, other, _ = self.parameters
+        hidden = torch.tanh(self.x[start:stop] * w + (one + other))
+        if stop - start > self.bound:
+            if self.where == "forward":
+                full()
+            hidden.register_hook(full)
+        return (hidden @ w).square().sum() / ROWS
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("bound", [1, 2, 3, 4, 6, 7, 100])
+def test_pieces_give_loss_and_gradient_of_the_whole(bound, where):
+    whole, cut = Batch(100), Batch(bound, where)
+    expected = torch.autograd.grad(whole.loss(0, ROWS), whole.parameters, allow_unused=True)
+    loss, gradients, largest = sum_in_pieces(cut.loss, ROWS, cut.parameters)
+    assert loss.item() == pytest.approx(whole.loss(0, ROWS).item(), rel=1e-14)
+    torch.testing.assert_close(gradients[:3], list(expected[:3]), rtol=1e-13, atol=1e-15)
+    assert gradients[3] is None
+    assert largest <= min(bound, 7)
+
+
+def test_pieces_leave_the_gradients_of_parameters_and_their_hooks_alone():
+    """DDP would send what its hooks see."""
+    batch, seen = Batch(3), []
+    for parameter in batch.parameters[:3]:
+        parameter.register_post_accumulate_grad_hook(seen.append)
+    sum_in_pieces(batch.loss, ROWS, batch.parameters)
+    assert seen == []
+    assert all(parameter.grad is None for parameter in batch.parameters)
+
+
+@pytest.mark.parametrize("rows", range(4, 12))
+@pytest.mark.parametrize("least", [1, 2])
+def test_no_piece_has_fewer_rows_than_the_model_can_run(rows, least):
+    w, sizes = torch.tensor(1.0, requires_grad=True), []
+
+    def loss_of(start, stop):
+        if stop - start > max(2, least + 1):
+            full()
+        sizes.append(stop - start)
+        return w * (stop - start)
+
+    assert sum_in_pieces(loss_of, rows, [w], least=least)[0].item() == rows
+    assert sum(sizes) == rows
+    assert min(sizes) >= least
+
+
+@pytest.mark.parametrize(("rows", "least"), [(1, 1), (3, 2)])
+def test_a_batch_that_cannot_be_halved_is_an_error(rows, least):
+    with pytest.raises(NotInPiecesError, match=f"{rows} samples cannot be cut into two pieces of {least} or more"):
+        sum_in_pieces(lambda start, stop: None, rows, [], least=least)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_sample_that_does_not_fit_alone_is_an_error(where):
+    batch = Batch(0, where)
+    with pytest.raises(NotInPiecesError, match="not even 1 samples fit"):
+        sum_in_pieces(batch.loss, ROWS, batch.parameters)
+    assert batch.tried == [7, 3, 1]
+
+
+def test_another_error_is_the_users_own():
+    def loss_of(start, stop):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="mat1"):
+        sum_in_pieces(loss_of, ROWS, [torch.zeros(1, requires_grad=True)])
+
+
+def test_a_scale_does_not_change_the_gradient():
+    plain, scaled = Batch(3), Batch(3)
+    expected = sum_in_pieces(plain.loss, ROWS, plain.parameters)
+    found = sum_in_pieces(scaled.loss, ROWS, scaled.parameters, scale=1024.0)
+    torch.testing.assert_close(found[1][:3], expected[1][:3], rtol=1e-14, atol=0.0)
+    assert found[0] == expected[0]
+
+
+def test_the_loss_gives_its_gradients_to_those_that_have_one():
+    one, unused, other = (torch.zeros(3, requires_grad=True) for _ in range(3))
+    gradient = torch.arange(3.0)
+    loss = loss_with_gradients(torch.tensor(2.0), [one, unused, other], [gradient, None, gradient])
+    (loss / 4).backward()
+    assert loss.item() == 2.0
+    assert one.grad.tolist() == other.grad.tolist() == [0.0, 0.25, 0.5]
+    assert unused.grad is None
+
+
+# trainings
+
+SPLIT = {"local_batch_sizes": (12, 8)}
+SMALL = {"bucket_cap_mb": 1e-4}  # a bucket for each layer: some are sent before a backward pass fails
+
+
+class Fits(Regressor):
+    """Runs out of memory above ``bound`` samples on these ranks, behind the layer whose gradient comes last."""
+
+    def __init__(self, bound=10**6, where="forward", ranks=(1,), say=(), **kwargs):
+        super().__init__(**kwargs)
+        self.bound, self.where, self.ranks, self.say = bound, where, ranks, say
+        self.net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+        self.seen = []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if "early" in self.say and batch_idx == 2 and self.global_rank == 1:
+            self.trainer.strategy.model._pre_forward = full  # DDP's own, in which it may allocate buckets
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.net[:2](batch[0])
+        if len(batch[0]) > self.bound and self.global_rank in self.ranks:
+            if self.where == "forward":
+                full()
+            hidden.register_hook(full)
+        loss = nn.functional.mse_loss(self.net[2:](hidden), batch[1], reduction=self.reduction)
+        self.seen.append((self.trainer.current_epoch, batch_idx, batch[2].tolist()))
+        self.log("loss", loss.detach(), on_step="at once" in self.say, on_epoch=True, sync_dist=True)
+        return {"loss": loss, "extra": 1} if "more" in self.say else loss
+
+
+def _train(rank, settings, model, trainer):
+    said = collected()
+    own = Fits(**model)
+    result = fit(rank, {**SMALL, **settings}, 2, 10, model=own, max_epochs=2, **trainer)
+    return {**result, "said": [line for line in said if "ran out of memory" in line]}
+
+
+def train(settings, model=None, **trainer):
+    return run_ranks(_train, 2, settings, model or {}, trainer, timeout=60.0)
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    """Two epochs of four steps of 20 samples, the last of 4: weights do not depend on the split."""
+    return train(SPLIT)[0]
+
+
+def ends_as(results, expected):
+    for result in results:
+        np.testing.assert_allclose(result["weights"], expected["weights"], rtol=0, atol=1e-14)
+        assert result["metrics"]["loss"] == pytest.approx(expected["metrics"]["loss"], rel=1e-12)
+    np.testing.assert_array_equal(results[0]["weights"], results[1]["weights"])
+
+
+@pytest.mark.parametrize(("where", "rank"), [("forward", 0), ("backward", 1)])
+def test_the_step_has_the_same_gradient_and_the_next_plan_keeps_the_new_bound(where, rank, undisturbed):
+    counts = {"weight_fn": lambda batch: 3.0 * len(batch[0])} if where == "forward" else {}  # weigh pieces as well
+    results = train({"policy": "pid", **counts}, {"bound": 8, "where": where, "ranks": (rank,)})
+    ends_as(results, undisturbed)
+    own = [sizes[rank] for _, _, sizes in results[0]["history"]]
+    assert own[0] == 10
+    assert own[1:]
+    assert all(size <= 8 for size in own[1:])  # 8 = int(0.85 * 10)
+    assert results[0]["history"][1][:2] == (0, 3)  # heard of before batch 2, decided behind it
+    assert all(sum(sizes) == 20 for _, _, sizes in results[0]["history"])
+    assert results[0]["history"] == results[1]["history"]
+    assert [bool(result["said"]) for result in results] == [rank == 0, rank == 1]
+    assert (
+        f"rank {rank} ran out of memory with 10 samples, in the {where} pass of batch 0 of epoch 0"
+        in (results[rank]["said"][0])
+    )
+    if where == "forward":
+        for epoch in range(2):
+            assert covered(results, epoch) == list(range(64))
+
+
+@pytest.fixture(scope="module")
+def undisturbed_windows():
+    """The same in windows of two micro-batches, of which DDP sends the second only."""
+    return train(SPLIT, accumulate_grad_batches=2)[0]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_given_split_stays_and_each_batch_is_done_in_pieces(where, undisturbed_windows):
+    results = train(SPLIT, {"bound": 7, "where": where}, accumulate_grad_batches=2)
+    ends_as(results, undisturbed_windows)
+    assert {sizes for _, _, sizes in results[0]["history"]} == {(12, 8)}
+    assert "the given split stays" in results[1]["said"][0]
+    assert "(4 so far)" in results[1]["said"][-1]  # three full batches in each epoch
+
+
+def test_a_sum_is_the_sum_of_its_pieces():
+    settings = {**SPLIT, "loss_reduction": "sum"}
+    expected = train(settings, {"reduction": "sum", "lr": 1e-3})[0]
+    ends_as(train(settings, {"reduction": "sum", "lr": 1e-3, "bound": 3, "where": "backward"}), expected)
+
+
+def full_hook(state, bucket):
+    if torch.distributed.get_rank() == 1 and bucket.is_last():
+        full()
+    return allreduce_hook(None, bucket)
+
+
+def errors_of(settings, model):
+    return run_ranks(_train, 2, settings, model, {}, timeout=60.0, expect_errors=True)
+
+
+def test_a_total_that_no_longer_fits_is_an_error_on_every_rank():
+    errors = errors_of({"policy": "pid"}, {"bound": 7, "ranks": (0, 1)})
+    assert [(rank, kind) for rank, kind, _ in errors] == [(0, "ValueError"), (1, "ValueError")]
+    for _, _, text in errors:
+        assert "a total batch of 20 samples does not fit: the workers hold at most [8, 8], together 16" in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "model", "reason"),
+    [
+        ({"static_graph": True}, {}, "DDP is given static_graph=True"),
+        ({}, {"say": ("at once",)}, "training_step waits for the other ranks"),
+        ({}, {"say": ("more",)}, "training_step returns more than its loss"),
+        ({}, {"say": ("early",), "bound": 100}, "it ran out before training_step"),
+        ({"ddp_comm_hook": full_hook}, {"bound": 100}, "it ran out while gradients were sent"),
+    ],
+    ids=["static graph", "a collective", "other outputs", "before", "a hook"],
+)
+def test_what_cannot_be_done_again_is_one_named_error_on_every_rank(settings, model, reason):
+    errors = errors_of({**SPLIT, **settings}, {"bound": 7, **model})
+    assert [rank for rank, _, _ in errors] == [0, 1]
+    (_, _, other), (_, kind, own) = errors
+    assert kind == "OutOfMemoryError"
+    assert f"The step cannot be done again in smaller pieces: {reason}" in own
+    assert f"rank 1 failed first: OutOfMemoryError: {own[:30]}" in other
