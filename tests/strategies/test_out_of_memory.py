@@ -1,16 +1,22 @@
 """A rank runs out of memory in a step: the step ends with the same gradient, the bound falls, and the plan follows."""
 
+import weakref
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
+from lightning_hetero.comm.gradients.ddp_hook import BackwardCheck
 from lightning_hetero.strategies._lightning.out_of_memory.pieces import (
     NotInPiecesError,
     loss_with_gradients,
     sum_in_pieces,
 )
+from lightning_hetero.strategies._lightning.out_of_memory.steps import OutOfMemoryMixin
 from tests.helpers import Regressor, collected, covered, fit, run_ranks
 
 ROWS, WIDTH = 13, 4
@@ -132,6 +138,12 @@ SPLIT = {"local_batch_sizes": (12, 8)}
 SMALL = {"bucket_cap_mb": 1e-4}  # a bucket for each layer: some are sent before a backward pass fails
 
 
+class Full:
+    """Runs out of memory when called; lives as long as what holds it."""
+
+    __call__ = full
+
+
 class Fits(Regressor):
     """Runs out of memory above ``bound`` samples on these ranks, behind the layer whose gradient comes last."""
 
@@ -139,18 +151,20 @@ class Fits(Regressor):
         super().__init__(**kwargs)
         self.bound, self.where, self.ranks, self.say = bound, where, ranks, say
         self.net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 1)).double()
-        self.seen = []
+        self.held, self.left = [], 0
 
     def on_train_batch_start(self, batch, batch_idx):
         if "early" in self.say and batch_idx == 2 and self.global_rank == 1:
             self.trainer.strategy.model._pre_forward = full  # DDP's own, in which it may allocate buckets
 
     def training_step(self, batch, batch_idx):
-        hidden = self.net[:2](batch[0])
+        self.left += sum(one() is not None for one in self.held)  # of failed attempts, which needed that memory
+        hidden, failure = self.net[:2](batch[0]), Full()
         if len(batch[0]) > self.bound and self.global_rank in self.ranks:
+            self.held.append(weakref.ref(failure))
             if self.where == "forward":
-                full()
-            hidden.register_hook(full)
+                failure()
+            hidden.register_hook(failure)
         loss = nn.functional.mse_loss(self.net[2:](hidden), batch[1], reduction=self.reduction)
         self.seen.append((self.trainer.current_epoch, batch_idx, batch[2].tolist()))
         self.log("loss", loss.detach(), on_step="at once" in self.say, on_epoch=True, sync_dist=True)
@@ -161,7 +175,7 @@ def _train(rank, settings, model, trainer):
     said = collected()
     own = Fits(**model)
     result = fit(rank, {**SMALL, **settings}, 2, 10, model=own, max_epochs=2, **trainer)
-    return {**result, "said": [line for line in said if "ran out of memory" in line]}
+    return {**result, "left": own.left, "said": [line for line in said if "ran out of memory" in line]}
 
 
 def train(settings, model=None, **trainer):
@@ -175,6 +189,7 @@ def undisturbed():
 
 
 def ends_as(results, expected):
+    assert [result["left"] for result in results] == [0, 0]
     for result in results:
         np.testing.assert_allclose(result["weights"], expected["weights"], rtol=0, atol=1e-14)
         assert result["metrics"]["loss"] == pytest.approx(expected["metrics"]["loss"], rel=1e-12)
@@ -224,6 +239,60 @@ def test_a_sum_is_the_sum_of_its_pieces():
     ends_as(train(settings, {"reduction": "sum", "lr": 1e-3, "bound": 3, "where": "backward"}), expected)
 
 
+class Strategy(OutOfMemoryMixin):
+    """As far as it says whether a step can be done again."""
+
+    def __init__(self, module, *, split=True, **ddp):
+        self.lightning_module, self.model = module, object.__new__(DistributedDataParallel)
+        vars(self.model).update({"static_graph": False, "gradient_as_bucket_view": False, **ddp})
+        hooks = SimpleNamespace(backwards=BackwardCheck())
+        self.engine = SimpleNamespace(sampler=split or None, workers=(), hook_state=hooks)
+
+    def obstacle(self, **gradients):
+        parameters = list(self.lightning_module.parameters())
+        return self._obstacle(parameters, [(gradients.get("held"), 0)] * len(parameters))
+
+
+def test_nothing_is_in_the_way_by_default():
+    assert Strategy(Fits()).obstacle() is None
+    assert Strategy(Fits()).obstacle(held=torch.zeros(1)) is None
+    assert Strategy(Fits(), gradient_as_bucket_view=True).obstacle() is None
+
+
+def hooked():
+    model = Fits()
+    model.net[0].weight.register_hook(lambda gradient: 2 * gradient)
+    return model
+
+
+def synchronized():
+    model = Fits()
+    model.net = nn.SyncBatchNorm(3)
+    return model
+
+
+def manual():
+    model = Fits()
+    model.automatic_optimization = False
+    return model
+
+
+@pytest.mark.parametrize(
+    ("strategy", "held", "reason"),
+    [
+        (lambda: Strategy(Fits(), split=False), None, "this training's data is not split by the strategy"),
+        (lambda: Strategy(Fits(), static_graph=True), None, "static_graph=True"),
+        (lambda: Strategy(manual()), None, "runs its own optimizers"),
+        (lambda: Strategy(synchronized()), None, "SyncBatchNorm"),
+        (lambda: Strategy(hooked()), None, "has a hook of the user's"),
+        (lambda: Strategy(Fits(), gradient_as_bucket_view=True), torch.zeros(1), "accumulated in DDP's buckets"),
+    ],
+    ids=["data", "static graph", "manual", "batch norm", "hook", "view"],
+)
+def test_what_stands_in_the_way_is_said(strategy, held, reason):
+    assert reason in strategy().obstacle(held=held)
+
+
 def full_hook(state, bucket):
     if torch.distributed.get_rank() == 1 and bucket.is_last():
         full()
@@ -244,18 +313,17 @@ def test_a_total_that_no_longer_fits_is_an_error_on_every_rank():
 @pytest.mark.parametrize(
     ("settings", "model", "reason"),
     [
-        ({"static_graph": True}, {}, "DDP is given static_graph=True"),
         ({}, {"say": ("at once",)}, "training_step waits for the other ranks"),
         ({}, {"say": ("more",)}, "training_step returns more than its loss"),
         ({}, {"say": ("early",), "bound": 100}, "it ran out before training_step"),
         ({"ddp_comm_hook": full_hook}, {"bound": 100}, "it ran out while gradients were sent"),
     ],
-    ids=["static graph", "a collective", "other outputs", "before", "a hook"],
+    ids=["a collective", "other outputs", "before", "a hook"],
 )
 def test_what_cannot_be_done_again_is_one_named_error_on_every_rank(settings, model, reason):
     errors = errors_of({**SPLIT, **settings}, {"bound": 7, **model})
     assert [rank for rank, _, _ in errors] == [0, 1]
-    (_, _, other), (_, kind, own) = errors
-    assert kind == "OutOfMemoryError"
+    (_, others, other), (_, kind, own) = errors
+    assert (others, kind) == ("RuntimeError", "OutOfMemoryError")
     assert f"The step cannot be done again in smaller pieces: {reason}" in own
     assert f"rank 1 failed first: OutOfMemoryError: {own[:30]}" in other
