@@ -142,7 +142,8 @@ class HookState:
         """
         if self.weighted and not self.backward_via_strategy:
             raise RuntimeError(DIRECT_BACKWARD)
-        self._fired = self.backwards.sending = True
+        self._fired = True
+        self.backwards.begin_sending()
         self.num_bytes += num_bytes
 
     def end_payout(self) -> None:
@@ -177,7 +178,7 @@ class HookState:
 
     def hold(self, callback: Any) -> None:
         """Remember the callback of a bucket that was sent; the process group may hold it until :meth:`settle`."""
-        self.backwards.sending = False
+        self.backwards.end_sending()
         self._running.append(weakref.ref(callback))
 
     def settle(self, timeout: float = 5.0) -> None:
@@ -232,6 +233,14 @@ class BackwardCheck:
     def count(self) -> None:
         """Count a backward pass."""
         self.passes += 1
+        self.sending = False
+
+    def begin_sending(self) -> None:
+        """Note that a bucket is about to be sent."""
+        self.sending = True
+
+    def end_sending(self) -> None:
+        """Note that it was sent."""
         self.sending = False
 
     def step(self) -> None:

@@ -109,12 +109,12 @@ class _WithGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, gradients: list[torch.Tensor], *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.known = gradients
+        ctx.stored = gradients
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, *factors: torch.Tensor) -> Any:
-        known, ctx.known = ctx.known[::-1], None
+        known, ctx.stored = ctx.stored[::-1], None
         return None, None, *(known[-1] * factors[0].to(known.pop().dtype) for _ in range(len(known)))
 
 

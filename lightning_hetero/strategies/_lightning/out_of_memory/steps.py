@@ -184,20 +184,20 @@ class OutOfMemoryMixin(LightningMixin):
         def nothing(*args: object, **kwargs: object) -> None:
             """Discard values: the first attempt has logged them."""
 
-        module, results = self._pl_module, self._trainer._results
-        size = None if results is None else results.batch_size
+        module, trainer = self._pl_module, self._trainer
+        size = None if trainer._results is None else trainer._results.batch_size
         self._in_pieces = True
         try:
             with ExitStack() as stack:
                 for name in () if logs else ("log", "log_dict"):
                     stack.enter_context(swapped(module, name, nothing))
-                if results is not None:
-                    results.batch_size = rows
+                if trainer._results is not None:
+                    trainer._results.batch_size = rows
                 yield
         finally:
             self._in_pieces = False
-            if results is not None:
-                results.batch_size = size
+            if trainer._results is not None:
+                trainer._results.batch_size = size
 
     def _lower_bound(self, rows: int, bound: int, where: str, largest: int) -> None:
         """Lower this rank's bound, let the ranks agree on a plan within it, and say so."""
