@@ -169,6 +169,21 @@ def test_all_ranks_take_a_plan_within_the_bound_of_one(planner):
         assert bounds[1] == 2
 
 
+def _none_has_room(rank):
+    dist.init_process_group("gloo")
+    engine = HeteroEngine(HeteroConfig(), rank=rank, world_size=2, device=torch.device("cpu"), local_rank=rank)
+    engine.shard(PermutationStream(800, shuffle=False, seed=0), batch_size=4)
+    engine.data.lower_memory_bound(3)
+    engine.exchange(None, last=True)
+    with pytest.raises(ValueError, match=r"a total batch of 8 samples does not fit.*\[3, 3\], together 6"):
+        engine.exchange(None)
+    return True
+
+
+def test_a_total_that_no_longer_fits_is_an_error_on_all_ranks_unless_training_ends():
+    assert run_ranks(_none_has_room, 2) == [True, True]
+
+
 def test_a_split_that_the_user_has_fixed_keeps_its_sizes():
     for _, sizes, bounds in run_ranks(_one_has_run_out, 2, {"local_batch_sizes": (4, 4)}, None):
         assert (sizes, bounds) == (None, None)

@@ -1,6 +1,7 @@
 """A rank runs out of memory in a step: the step ends with the same gradient, the bound falls, and the plan follows."""
 
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.comm.gradients.ddp_hook import BackwardCheck
+from lightning_hetero.config import HeteroConfig
 from lightning_hetero.strategies._lightning.out_of_memory.pieces import (
     NotInPiecesError,
     loss_with_gradients,
@@ -293,8 +295,28 @@ def test_what_stands_in_the_way_is_said(strategy, held, reason):
     assert reason in strategy().obstacle(held=held)
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"), [({}, "at most 8 from now on"), ({"local_batch_sizes": (10, 10)}, "the given split stays")]
+)
+def test_a_step_in_pieces_is_left_out_of_the_timings_and_told(settings, said):
+    strategy, calls, lines = Strategy(Fits()), [], collected()
+    strategy.config, strategy._signals = (
+        HeteroConfig(**settings),
+        SimpleNamespace(note_memory=partial(calls.append, "told")),
+    )
+    vars(strategy.engine).update(rank=1, position=(2, 7))
+    strategy.engine.observer = SimpleNamespace(discard=partial(calls.append, "discarded"))
+    strategy.engine.data = SimpleNamespace(lower_memory_bound=calls.append)
+    for _ in range(5):
+        strategy._lower_bound(10, 8, "forward", 5)
+    assert calls == ["discarded", 8, "told"] * 5
+    assert [line.rpartition(" (")[2] for line in lines] == ["1 so far)", "2 so far)", "4 so far)"]
+    assert "rank 1 ran out of memory with 10 samples, in the forward pass of batch 7 of epoch 2" in lines[0]
+    assert said in lines[0]
+
+
 def full_hook(state, bucket):
-    if torch.distributed.get_rank() == 1 and bucket.is_last():
+    if torch.distributed.get_rank() == 1 and not bucket.is_last():  # gradients are missing behind it
         full()
     return allreduce_hook(None, bucket)
 
