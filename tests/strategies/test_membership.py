@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import BlockTopK, HeteroDDPStrategy
+from tests.faults.faults import LinkCut
 from tests.kept import run_kept
 
 SAMPLES, LOCAL, SLOTS, EPOCHS = 180, 4, 3, 2
@@ -53,9 +54,14 @@ class Suffers(L.LightningModule):
         self.file = open(folder / f"steps-{self.slot}-{self.life}.jsonl", "w")  # noqa: SIM115
 
     def suffer(self, where):
-        for _, _, step, point, number in self.faults:
-            if where == point and self.trainer.global_step >= step:
-                os.kill(os.getpid(), number)
+        due = [fault for fault in self.faults if where == fault[3] and self.trainer.global_step >= fault[2]]
+        if not due:
+            return
+        self.faults.remove(due[0])
+        if due[0][4] == CUT:
+            LinkCut().strike(None, None)
+        else:
+            os.kill(os.getpid(), due[0][4])
 
     def training_step(self, batch, batch_idx):
         x, indices = batch
@@ -226,7 +232,7 @@ def outcome(folder, faults, *, rejoin=True, arguments=None, late=True, accumulat
     return found
 
 
-KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+KILL, STOP, CUT = signal.SIGKILL, signal.SIGSTOP, "cut"
 
 
 def lives_of(faults):
@@ -255,6 +261,20 @@ def test_a_stopped_worker_is_replaced(tmp_path):
     found = outcome(tmp_path, faults, silence=1.0)
     assert found.lives == lives_of(faults)
     assert found.difference() < 1e-12
+
+
+@pytest.mark.parametrize("where", ["forward", "optimizer"])
+def test_links_are_cut_and_nobody_is_lost(tmp_path, where):
+    found = outcome(tmp_path, [(1, 0, 6, where, CUT)], rejoin=False)
+    assert found.lives == {(slot, 0) for slot in range(SLOTS)}, "nobody was started again"
+    assert found.worlds() == {SLOTS}
+    assert found.difference() < 1e-12
+
+
+def test_links_that_are_cut_again_before_a_step_are_an_error(tmp_path):
+    """No group gets a step further, so that the workers would meet again and again."""
+    faults = [(1, 0, 6, "forward", CUT), (1, 0, 6, "forward", CUT)]
+    assert run_kept(train, SLOTS, tmp_path, faults, {}, False, restarts=0)[1] == 1
 
 
 def test_two_are_lost_at_once_and_one_again(tmp_path):

@@ -102,10 +102,15 @@ class MembershipLauncher:
             log.debug("rank %d left its group within %.2f s", self._roster.rank, time.monotonic() - since)
 
     def _is_change(self, error: Exception) -> bool:
-        """Return whether an error means that the members change."""
+        """Return whether an error means that the members change, or meet again because their connections are lost.
+
+        If nobody is lost, they do so only after a step that they have completed: else they might meet for ever.
+        """
         if self._roster.generation is None:
             return False
-        return isinstance(error, MembersChangeError) or (lost_connection(error) and self._roster.changes(PATIENCE_S))
+        if isinstance(error, MembersChangeError):
+            return True
+        return lost_connection(error) and (self._strategy.has_stepped() or self._roster.changes(PATIENCE_S))
 
     def _join(self, brought: WorkerState | None) -> WorkerState | None:
         """Meet the other members, and agree on the state to go on from."""

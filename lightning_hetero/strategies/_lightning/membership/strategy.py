@@ -109,6 +109,10 @@ class MembershipMixin(LightningMixin):
         """Fit from this state next."""
         self._state = state
 
+    def has_stepped(self) -> bool:
+        """Return whether the members have completed a step together."""
+        return self.engine is not None and self.engine.observer.synced_steps > 0
+
     def outlive_members(self, trainer: "Trainer") -> WorkerState:
         """Return this worker's state after a step that has failed, and let go of the engine.
 
