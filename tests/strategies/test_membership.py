@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import BlockTopK, HeteroDDPStrategy
+from lightning_hetero.strategies._lightning.membership import launcher
 from tests.faults.faults import LinkCut
 from tests.kept import run_kept
 
@@ -62,6 +63,9 @@ class Suffers(L.LightningModule):
             LinkCut().strike(None, None)
         else:
             os.kill(os.getpid(), due[0][4])
+
+    def setup(self, stage):
+        self.suffer("setup")
 
     def training_step(self, batch, batch_idx):
         x, indices = batch
@@ -271,10 +275,21 @@ def test_links_are_cut_and_nobody_is_lost(tmp_path, where):
     assert found.difference() < 1e-12
 
 
-def test_links_that_are_cut_again_before_a_step_are_an_error(tmp_path):
+def test_links_that_are_cut_again_before_a_step_are_an_error(tmp_path, monkeypatch):
     """No group gets a step further, so that the workers would meet again and again."""
+    monkeypatch.setattr(launcher, "PATIENCE_S", 1.0)
     faults = [(1, 0, 6, "forward", CUT), (1, 0, 6, "forward", CUT)]
-    assert run_kept(train, SLOTS, tmp_path, faults, {}, False, restarts=0)[1] == 1
+    run_kept(train, SLOTS, tmp_path, faults, {}, False, restarts=0)
+    assert len(list(tmp_path.glob("end-*.pt"))) < SLOTS
+
+
+@pytest.mark.parametrize("mode", ["plain", "block top-k"])
+def test_a_newcomer_is_lost_while_the_others_set_up_the_training_with_it(tmp_path, mode):
+    faults = [(1, 0, 6, "forward", KILL), (1, 1, 0, "setup", KILL)]
+    (tmp_path / "expects-1").touch()  # the second newcomer
+    found = outcome(tmp_path, faults, rejoin=False, arguments=MODES.get(mode))
+    assert {life for life in found.lives if life[0] != 1} == {(0, 0), (2, 0)}, "the others kept their state"
+    assert mode != "plain" or found.difference() < 1e-12
 
 
 def test_two_are_lost_at_once_and_one_again(tmp_path):

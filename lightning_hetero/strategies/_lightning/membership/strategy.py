@@ -55,6 +55,7 @@ class MembershipMixin(LightningMixin):
     _given: HeteroConfig | None = None
     _roster: Roster | None = None
     _state: WorkerState | None = None
+    _trains = False
 
     def _configure_launcher(self) -> None:
         """Put our launcher in front of Lightning's, if this process has a keeper."""
@@ -107,39 +108,52 @@ class MembershipMixin(LightningMixin):
 
     def go_on_from(self, state: WorkerState | None) -> None:
         """Fit from this state next."""
-        self._state = state
+        self._state, self._trains = state, False
+
+    def on_train_start(self) -> None:
+        """Note that the state is that of the training from now on."""
+        super().on_train_start()
+        self._state, self._trains = None, True
 
     def has_stepped(self) -> bool:
         """Return whether the members have completed a step together."""
         return self.engine is not None and self.engine.observer.synced_steps > 0
 
-    def outlive_members(self, trainer: "Trainer") -> WorkerState:
+    def outlive_members(self, trainer: "Trainer") -> WorkerState | None:
         """Return this worker's state after a step that has failed, and let go of the engine.
+
+        If the training has failed while it was set up, that is the state that it was to go on from.
 
         Raises:
             MembershipError: if the training data cannot be split anew.
         """
+        self._leaving = True
+        try:
+            self._keep_signal()
+            state = self._state_after_step(trainer) if self._trains else self._state
+            if self.engine is not None:
+                position, steps = self.engine.position, self.engine.observer.synced_steps
+                self.engine.rounds.watch.finish("the members have changed", position, steps)
+            self.engine = None
+            trainer._teardown()
+        finally:
+            self._leaving = False
+        return state
+
+    def _state_after_step(self, trainer: "Trainer") -> WorkerState:
         engine = self.engine
         if engine is None or not isinstance(engine.sampler, UnevenBatchSampler):
             raise MembershipError(
                 "a worker is lost, and the others cannot take over its samples: they are known by their index only "
                 "where one DataLoader has a map-style dataset and a batch_size. Start again from the last checkpoint."
             )
-        self._leaving = True
-        try:
-            again = trainer.validating
-            if trainer.evaluating:
-                end_validation(trainer)
-            untoggle(self._pl_module)
-            self._keep_signal()
-            state = self._state_of(trainer, engine)
-            if again:
-                validate_again(state.checkpoint)
-            engine.rounds.watch.finish("the members have changed", engine.position, engine.observer.synced_steps)
-            self.engine = None
-            trainer._teardown()
-        finally:
-            self._leaving = False
+        again = trainer.validating
+        if trainer.evaluating:
+            end_validation(trainer)
+        untoggle(self._pl_module)
+        state = self._state_of(trainer, engine)
+        if again:
+            validate_again(state.checkpoint)
         return state
 
     def _state_of(self, trainer: "Trainer", engine: HeteroEngine) -> WorkerState:
@@ -159,11 +173,13 @@ class MembershipMixin(LightningMixin):
         """Read the checkpoint, or take the state of the workers that go on."""
         if checkpoint_path != PEERS:
             return super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        state, self._state = self._state, None
+        state = self._state
         assert state is not None
         checkpoint = dict(state.checkpoint)
         if KEY in state.shared and self.engine is not None and self.engine.compression is not None:
-            mine = {**state.shared[KEY], "residuals": state.own(True)}
+            own = state.own(True)
+            self._state = replace(state, own=lambda again: own)  # it is undone once, should the set-up fail
+            mine = {**state.shared[KEY], "residuals": own}
             clusters = self.engine.compression.checkpoint.topology.clusters
             checkpoint[KEY] = {"ranks": [mine] * self.engine.world_size, "clusters": clusters}
         return checkpoint
