@@ -183,15 +183,15 @@ def started(folder, *command, **environment):
         )
 
 
-def torchrun(port, workers=WORKERS):
-    """Return the beginning of a command that runs a script on so many workers."""
-    return sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={workers}", f"--master-port={port}"
+def torchrun():
+    """Return the beginning of a command that runs a script on all workers."""
+    return sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={WORKERS}"
 
 
 def kept_job(folder, port, silence=5.0):
     """Return a job of workers with keepers, under torchrun."""
-    keeper = ("-m", "lightning_hetero.keeper", "--max-restarts=100000", f"--silence={silence}")
-    return Job(folder, started(folder, *torchrun(port), *keeper, HERE / "_lossy_fit.py", folder))
+    keeper = (f"--master-port={port}", "-m", "lightning_hetero.keeper", "--max-restarts=100000", f"--silence={silence}")
+    return Job(folder, started(folder, *torchrun(), *keeper, HERE / "_lossy_fit.py", folder))
 
 
 def end_after(seconds):

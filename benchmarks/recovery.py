@@ -30,9 +30,9 @@ def keeper(folder, port, python):
 
 
 def restart(folder, port, python):
-    command = (*torchrun(port), "--max-restarts=100000", HERE / "_lossy_fit.py", folder, "--saves")
+    meeting = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--max-restarts=100000")
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else workers that are started again find old keys
-    return Job(folder, started(folder, *command, **own_store))
+    return Job(folder, started(folder, *torchrun(), *meeting, HERE / "_lossy_fit.py", folder, "--saves", **own_store))
 
 
 def torchft(folder, port, python):
@@ -87,7 +87,7 @@ def step_seconds(job):
     return float(np.median(np.diff(times)))
 
 
-def measure(way, port, kills, rng, python, patience=120.0):
+def measure(way, port, kills, rng, python, patience=60.0):
     """Return what is known of each kill of one job, and the time of its steps."""
     with tempfile.TemporaryDirectory() as folder, WAYS[way](folder, port, python) as job:
         job.wait(lambda: all_train(job), patience, "20 steps of all workers")

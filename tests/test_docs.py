@@ -700,6 +700,38 @@ def test_what_trainings_leave_is_that_of_the_benchmark(name):
     assert most["mode"] == ("elastic" if name == "leaks" else "fsdp"), "the page says so"
 
 
+def test_lost_workers_are_those_of_the_benchmarks():
+    table, result = quoted("recovery")
+    for (_, kills, resumed, ratio, newcomer, redone), row in zip(table, result["rows"], strict=True):
+        same_when_rounded(kills, row["kills"])
+        same_when_rounded(resumed.replace("to", ""), *(row[f"{which}resume_s"] for which in ("", "least_", "most_")))
+        same_when_rounded(ratio, row["over_keeper"])
+        same_when_rounded(newcomer.replace("to", ""), *(row[f"{which}newcomer_s"] for which in ("", "least_", "most_")))
+        same_when_rounded(redone, row["redone"])
+    keeper = result["rows"][0]
+    assert keeper["way"] == "keeper"
+    assert keeper["redone"] <= 1, "the page says so"
+    table, chaos = quoted("chaos")
+    *kinds, total = chaos["rows"]
+    for (_, events, stall, whole), row in zip(table, kinds, strict=True):
+        same_when_rounded(events, row["events"])
+        same_when_rounded(stall, row["stall_s"], row["longest_stall_s"])
+        same_when_rounded(whole, row["whole_s"], row["longest_whole_s"])
+    said = " ".join(BENCHMARKS[BENCHMARKS.index("The same training under") :].split())
+    names = ("events", "mean_s", "load", "samples", "epochs", "steps", "void", "lives")
+    names = (*names, "goodput", "calm_goodput", "ratio")
+    pattern = (
+        r"under (\S+) random faults, (\S+) s apart .*\(load (\S+) before.* All (\S+) samples of (\S+) epochs .* the "
+        r"same (\S+) steps\. (\S+) step that .* Of (\S+) processes, .* With faults, (\S+) samples .* and (\S+) "
+        r"without: a share of (\S+)\. A fault costs (\S+) s .* would be (\S+)\."
+    )
+    *found, cost, share = re.search(pattern, said).groups()
+    for text, name in zip(found, names, strict=True):
+        same_when_rounded(text, total[name])
+    same_when_rounded(cost, total["cost_s"])
+    same_when_rounded(share, 1 - total["cost_s"] / 3600)
+
+
 def test_gains_in_the_readme_and_in_short_are_those_of_the_tables():
     """The README and the first table of the benchmarks repeat figures of the tables below."""
     balance = {(row["cluster"], row["policy"]): row for row in quoted("balance")[1]["rows"]}
