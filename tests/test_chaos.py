@@ -34,18 +34,6 @@ def job(benchmarks, tmp_path):
     return benchmarks("_lossy_job").Job(tmp_path, Forked(lambda: run_kept(*given, restarts=100, silence=2.0), {}))
 
 
-def test_no_sample_is_lost_in_some_faults(benchmarks, job):
-    chaos = benchmarks("chaos")
-    kinds = ["kill", "link cut", "freeze", "pause", "segfault"]
-    *found, total = chaos.train(job, random.Random(1), kinds, 0.3, 3)
-    assert sorted(row["kind"] for row in found) == sorted(kinds)
-    assert total["events"] == len(kinds)
-    assert total["lives"] >= 4 + 3, "three were started again"
-    assert total["samples"] == 960 * total["epochs"]
-    assert total["goodput"] > 0
-    assert total["calm_goodput"] > 0
-
-
 def test_a_killed_worker_costs_at_most_one_step(benchmarks, job):
     recovery = benchmarks("recovery")
     with job:

@@ -71,6 +71,11 @@ class Generation:
         """Return the members besides ``me`` that do not live any more."""
         return [one for one in self.members if one != me and not one.lives(board)]
 
+    def left(self, board: SlotBoard, me: Member) -> list[Member]:
+        """Return the members besides ``me`` that have left it and have come for the next generation."""
+        came = {one: board.read(f"{self.number + 1}/in/{one.slot}") for one in self.members if one != me}
+        return [one for one, life in came.items() if life == str(one.life)]
+
 
 def is_open(board: SlotBoard, number: int) -> bool:
     """Return whether someone has come for a generation."""

@@ -35,8 +35,8 @@ class MembersWatch:
         board: what keepers tell, over a connection that no other thread uses.
         generation: the generation.
         me: this worker.
-        stuck_s: seconds after the loss of a member after which this process ends if it has not left the generation,
-            and its main thread waits. A long computation is no fault: it leads to a call that fails.
+        stuck_s: seconds after a member was lost, or has left, after which this process ends if it has not left the
+            generation, and its main thread waits. A long computation is no fault: it leads to a call that fails.
 
     Attributes:
         next_is_open: whether someone has come for the next generation.
@@ -64,6 +64,7 @@ class MembersWatch:
             try:
                 self.next_is_open = is_open(self._board, self._generation.number + 1)
                 lost = self._generation.lost(self._board, self._me)
+                lost += self._generation.left(self._board, self._me) if self.next_is_open else []
             except RuntimeError as error:  # the store is gone, and with it the job
                 log.debug("worker %d watches the members no more: %s", self._me.slot, error)
                 return
@@ -79,7 +80,7 @@ class MembersWatch:
         """End the process, and write where each of its threads is."""
         who = ", ".join(f"worker {one.slot}" for one in lost)
         log.critical(
-            "worker %d ends, and its keeper starts another: %s was lost, and this one has waited for %.0f s in a step",
+            "worker %d ends, and its keeper starts another: %s was lost or has left, and this one waits, for %.0f s",
             *(self._me.slot, who, waited),
         )
         faulthandler.dump_traceback(all_threads=True)
