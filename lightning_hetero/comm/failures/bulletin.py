@@ -37,10 +37,10 @@ class Bulletin:
     Example:
         >>> store = dist.HashStore()
         >>> one, other = Bulletin(0, 2, store), Bulletin(1, 2, store)
-        >>> one.report(Failure(0, "KeyError: 'x'")) == other.report(Failure(1, "RuntimeError: Connection closed"))
-        True
         >>> one.roll_call(0.0)
         [1]
+        >>> one.report(Failure(0, "KeyError: 'x'")) == other.report(Failure(1, "RuntimeError: Connection closed"))
+        True
     """
 
     def __init__(self, rank: int, world_size: int, store: dist.Store) -> None:

@@ -132,7 +132,7 @@ def loss_with_gradients(
         >>> w = torch.zeros(2, requires_grad=True)
         >>> loss = loss_with_gradients(torch.tensor(1.0), [w], [torch.ones(2)])
         >>> (3 * loss).backward()
-        >>> float(loss), w.grad
+        >>> float(loss.detach()), w.grad
         (1.0, tensor([3., 3.]))
     """
     known = [(p, g) for p, g in zip(parameters, gradients, strict=True) if g is not None]
