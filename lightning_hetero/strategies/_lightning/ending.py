@@ -111,8 +111,8 @@ class EndingMixin(AloneMixin):
 
     def on_exception(self, exception: BaseException) -> None:
         """Correct Lightning's advice."""
+        super().on_exception(exception)  # Lightning adds its advice here
         exception.args = tuple(_ours(part) if isinstance(part, str) else part for part in exception.args)
-        super().on_exception(exception)
 
     def on_train_end(self) -> None:
         """Check losses and weights once more, and obey a signal that came after the last check."""
