@@ -6,7 +6,7 @@ other ranks on the next plan. The planners of :mod:`lightning_hetero.core.polici
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -109,16 +109,19 @@ class HeteroEngine(EngineData):
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Weight the loss, as does :class:`~lightning_hetero.comm.gradients.loss_weighting.LossWeighting`."""
         self.health.see(loss, self.position)
-        with self.excluded() if self.weighting.waits else nullcontext():
-            return self.weighting.scale(loss)
+        return self.weighting.scale(loss, self.excluded)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Measure the backward pass inside, and average its gradients."""
-        with self.control.failures.explained(), self.hook_state.backward():
-            self.observer.begin_backward()
-            yield
-            self.observer.end_backward()
+        """Measure the backward pass inside, and average its gradients; say which rank is behind a lost connection."""
+        try:
+            with self.hook_state.backward():
+                self.observer.begin_backward()
+                yield
+                self.observer.end_backward()
+        except Exception as error:
+            self.control.failures.explain_connection(error)
+            raise
         for part in (*self.models.values(), self.noise, self.compression, self.health):
             if part is not None:
                 part.after_backward()

@@ -39,6 +39,9 @@ class WrappedModel:
         optimizers: returns the optimizers of the model, as far as there are any by now; they show parameters that were
             added to the model.
 
+    Attributes:
+        parameters: parameters of the model, frozen ones among them.
+
     Raises:
         ValueError: if the model has sparse gradients that the settings do not support, or embeddings with
             ``max_norm``.
@@ -72,18 +75,13 @@ class WrappedModel:
         check_sparse_gradients(model.module, self.engine.config, self.engine.hook_state.averager.user_hook)
         model.register_comm_hook(self.engine.hook_state, gradient_hook)
         free_group_last(model)
-        self._parameters = list(model.module.parameters())
+        self.parameters = list(model.module.parameters())
         self._flags = self._flags_now()
         self._known = self._in_optimizers()
-        self._wrapped = {p for p in self._parameters if p.requires_grad}
-
-    @property
-    def trained(self) -> list[torch.Tensor]:
-        """Parameters that need a gradient now."""
-        return [p for p in self._parameters if p.requires_grad]
+        self._wrapped = {p for p in self.parameters if p.requires_grad}
 
     def _flags_now(self) -> list[bool]:
-        return list(map(_needs_gradient, self._parameters))
+        return list(map(_needs_gradient, self.parameters))
 
     def _in_optimizers(self) -> int:
         return sum(len(group["params"]) for one in self.optimizers() for group in one.param_groups)
@@ -97,7 +95,7 @@ class WrappedModel:
         number = self._in_optimizers()
         if number == self._known and self._flags_now() == self._flags:
             return
-        self._parameters, self._known = list(model.module.parameters()), number
+        self.parameters, self._known = list(model.module.parameters()), number
         self._flags = self._flags_now()
         trained = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
         new = [name for name, p in trained.items() if p not in self._wrapped]

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from transformers.trainer_jit_checkpoint import CheckpointManager, JITCheckpointCallback
 
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
-from lightning_hetero.comm.agreement.shared_notes import SharedNotes
+from lightning_hetero.comm.collectives.async_ops import SharedNotes
 
 __all__ = ["share_requests"]
 

@@ -98,7 +98,7 @@ class Suffers(L.LightningModule):
             and self.missing()
             and time.monotonic() < until
         ):
-            if self.trainer.strategy._members_change():
+            if self.trainer.strategy._roster.next_is_open:
                 return
             time.sleep(0.01)
 

@@ -8,8 +8,8 @@ import os
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -42,8 +42,8 @@ Progress = tuple[int, int, bool]
 class FailureWatch:
     """Watch from :meth:`open` to :meth:`close`, or to the end of the process.
 
-    Exceptions are noticed where a front end says so (:meth:`explain`), in backward passes (:meth:`explained`), and by
-    ``sys.excepthook`` if they end the process.
+    Exceptions are noticed where a front end says so (:meth:`explain`), in backward passes
+    (:meth:`explain_connection`), and by ``sys.excepthook`` if they end the process.
 
     Args:
         rank: this rank.
@@ -176,15 +176,10 @@ class FailureWatch:
         if follows and first.rank != self.rank:
             _add(error, f"{first}.")
 
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Explain an error of a collective inside; any other may be caught by the caller, and the training go on."""
-        try:
-            yield
-        except Exception as error:
-            if of_connection(error):
-                self.explain(error)
-            raise
+    def explain_connection(self, error: BaseException) -> None:
+        """Explain an error of a lost connection; any other may be caught by the caller, and the training go on."""
+        if of_connection(error):
+            self.explain(error)
 
     def _first(self, bulletin: Bulletin, error: BaseException, answer_s: float) -> Failure:
         """Return the first failure: another rank's, the silent end of one, or else this one."""

@@ -6,6 +6,7 @@ normalization, gathered contrastive losses) and for micro-batches of different s
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, SupportsFloat
 
 import torch
@@ -154,12 +155,22 @@ class LossWeighting:
         """
         return _number(self.trace.select(batch).weight)
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale(self, loss: torch.Tensor, waiting: Callable[[], Any] = nullcontext) -> torch.Tensor:
         """Return the weighted loss; the very same tensor if the weight is 1.
+
+        Args:
+            loss: the loss.
+            waiting: makes a context for a wait for other ranks.
 
         Raises:
             RuntimeError: if the loss may belong to batches of different weights.
         """
+        if not self.waits:
+            return self._scaled(loss)
+        with waiting():
+            return self._scaled(loss)
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
         handed = self.trace.of(loss) if self.trace.several else self._newest
         weight = 1.0 if handed is None else _number(handed.weight)
         if isinstance(weight, torch.Tensor):

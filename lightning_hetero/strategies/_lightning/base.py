@@ -6,6 +6,7 @@ methods.
 """
 
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class LightningMixin(DDPStrategy):
     def _keep_signal(self) -> None:
         """Keep a signal that was noted and not obeyed yet, for the next fit."""
 
-    def _members_change(self) -> bool:
-        """Return whether a worker waits to join."""
-        return False
+    @property
+    def _members_change(self) -> Callable[[], bool] | None:
+        """Function that returns whether a worker waits to join, ``None`` if none can."""
+        return None

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
-from lightning_hetero.comm.agreement.shared_notes import SharedNotes
+from lightning_hetero.comm.collectives.async_ops import SharedNotes
 from lightning_hetero.strategies._lightning.membership.launcher import MembersChangeError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class SharedSignals:
     Args:
         trainer: trainer whose handlers and check are replaced.
         control: control plane of the ranks.
-        members_change: returns whether a worker waits to join.
+        members_change: returns whether a worker waits to join; ``None`` if none can.
         hasten: called at the same batch on all ranks after one has run out of memory.
     """
 
@@ -84,7 +84,7 @@ class SharedSignals:
         self,
         trainer: "Trainer",
         control: ControlPlane,
-        members_change: Callable[[], bool] = lambda: False,
+        members_change: Callable[[], bool] | None = None,
         hasten: Callable[[], None] = lambda: None,
     ) -> None:
         self._trainer, self._control, self._hasten = trainer, control, hasten
@@ -145,11 +145,10 @@ class SharedSignals:
             MembersChangeError: on all ranks, if a worker waits to join.
         """
         if self._control.world_size == 1:
-            if self._members_change():
+            if self._members_change is not None and self._members_change():
                 raise MembersChangeError("a worker waits to join")
             return
-        self._obey(self._notes.take())
-        self._send()
+        self._obey(self._exchange())
 
     def finish(self) -> None:
         """Finish training: a signal that came since the last check ends it on all ranks after all.
@@ -159,8 +158,7 @@ class SharedSignals:
         """
         if self._control.world_size == 1:
             return
-        before = self._notes.take()
-        self._send()
+        before = self._exchange()
         told = [max(pair) for pair in zip(before, self._notes.take(), strict=True)]
         told[_Note.MEMBERS] = 0  # training has ended
         self._obey(told)
@@ -175,10 +173,13 @@ class SharedSignals:
         for name in (NOTIFIER, REQUEUE):
             vars(self._trainer._signal_connector).pop(name, None)
 
-    def _send(self) -> None:
-        self._noted[_Note.MEMBERS] = int(self._members_change())
-        self._notes.send([number or 0 for number in self._noted])
+    def _exchange(self) -> list[int]:
+        """Return what ranks had noted at the last call, and send what this one has noted since."""
+        if self._members_change is not None:
+            self._noted[_Note.MEMBERS] = int(self._members_change())
+        told = self._notes.exchange([number or 0 for number in self._noted])
         self._noted[_Note.REQUEUE] = self._noted[_Note.MEMORY] = None
+        return told
 
     def _obey(self, told: list[int]) -> None:
         if told[_Note.REQUEUE] and self._requeue is not None:

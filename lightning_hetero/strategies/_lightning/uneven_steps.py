@@ -2,6 +2,7 @@
 
 import inspect
 import os
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from lightning_hetero.frontend.model_setup import raise_minimum
 from lightning_hetero.frontend.plan_access import PlanAccess
 from lightning_hetero.frontend.restart_check import warn_of_stale_addresses
 from lightning_hetero.strategies._checkpoints.whole_files import WholeFilesMixin
+from lightning_hetero.strategies._lightning.base import LightningMixin
 from lightning_hetero.strategies._lightning.checkpoint import CheckpointMixin
 from lightning_hetero.strategies._lightning.collectives import CollectivesMixin
 from lightning_hetero.strategies._lightning.ending import EndingMixin
@@ -24,7 +26,7 @@ from lightning_hetero.strategies._lightning.train_data import TrainDataMixin
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
-__all__ = ["UnevenStepsMixin"]
+__all__ = ["Marks", "RetriedStepsMixin", "UnevenStepsMixin"]
 
 
 def _followed_by(closure: Callable[[], Any], check: Callable[[], None]) -> Callable[[], Any]:
@@ -36,6 +38,77 @@ def _followed_by(closure: Callable[[], Any], check: Callable[[], None]) -> Calla
         return result
 
     return checked
+
+
+Marks = list[tuple[torch.Tensor | None, int]]
+"""Gradient of each parameter and its version."""
+
+
+class RetriedStepsMixin(LightningMixin):
+    """A strategy whose step is done again if memory runs out on this rank.
+
+    Mix it in before the class that weights losses: what it returns is a loss like any other.
+    """
+
+    engine: HeteroEngine | None
+    _step: tuple[Any, ...] = ()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass; if memory runs out, compute loss and gradient in pieces.
+
+        Raises:
+            torch.OutOfMemoryError: if the step cannot be done again in pieces.
+        """
+        self._step = ()
+        try:
+            output = super().training_step(*args, **kwargs)
+        except RuntimeError as error:
+            if self._passes_on(error):
+                raise
+            told = str(error)
+        else:
+            self._step = args
+            return output
+        return self._forward_again(args, told)
+
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Run the backward pass; if memory runs out, compute the gradients that are missing in pieces.
+
+        Raises:
+            torch.OutOfMemoryError: if the step cannot be done again in pieces.
+        """
+        step, self._step = self._step, ()
+        gradients = [p.grad for p in self._parameters] if step else []
+        before = [(g, -1 if g is None else g._version) for g in gradients]
+        try:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        except RuntimeError as error:
+            if not step or self._passes_on(error):
+                raise
+            told = str(error)
+        closure_loss.detach_()  # frees what the failed pass holds
+        return super().backward(self._backward_again(step, before, told), optimizer, *args, **kwargs)
+
+    @property
+    def _parameters(self) -> list[torch.Tensor]:
+        """Parameters of the wrapped module."""
+        assert self.engine is not None
+        wrapped = self.engine.models.get(self.lightning_module)
+        return [] if wrapped is None else wrapped.parameters
+
+    @abstractmethod
+    def _passes_on(self, error: RuntimeError) -> bool:
+        """Return whether an error is none of this rank's memory, or no other rank could take over samples."""
+
+    @abstractmethod
+    def _forward_again(self, step: tuple[Any, ...], told: str) -> torch.Tensor:
+        """Return a loss with the gradients of the whole step, computed in pieces."""
+
+    @abstractmethod
+    def _backward_again(self, step: tuple[Any, ...], before: Marks, told: str) -> torch.Tensor:
+        """Return a loss with the gradients that are missing, computed in pieces."""
 
 
 class UnevenStepsMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, EndingMixin, WholeFilesMixin, PlanAccess):

@@ -1,6 +1,7 @@
 """Strategy whose workers may be lost and replaced during a fit; the total batch stays as it is."""
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -92,8 +93,10 @@ class MembershipMixin(LightningMixin):
         """Number of ranks and this rank, for evaluation: as many as there are now."""
         return {**super().distributed_sampler_kwargs, "num_replicas": self.world_size}
 
-    def _members_change(self) -> bool:
-        return self._roster is not None and self._roster.next_is_open
+    @property
+    def _members_change(self) -> Callable[[], bool] | None:
+        roster = self._roster
+        return None if roster is None else lambda: roster.next_is_open
 
     def begin_generation(self, roster: Roster) -> None:
         """Take over the members of a new generation, before its process group is made."""

@@ -18,10 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_hetero.comm.failures.failure import of_connection
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.data.rows import BatchRows
-from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.model_setup import loss_scaler
 from lightning_hetero.hardware import is_out_of_memory
-from lightning_hetero.strategies._lightning.base import LightningMixin
 from lightning_hetero.strategies._lightning.out_of_memory.pieces import (
     NotInPiecesError,
     loss_with_gradients,
@@ -30,70 +28,34 @@ from lightning_hetero.strategies._lightning.out_of_memory.pieces import (
 )
 from lightning_hetero.strategies._lightning.probes.memory import SETTINGS, swapped
 from lightning_hetero.strategies._lightning.signals import SharedSignals
+from lightning_hetero.strategies._lightning.uneven_steps import Marks, RetriedStepsMixin
 
 __all__ = ["OutOfMemoryMixin"]
 
 log = logging.getLogger("lightning_hetero")
 
-Marks = list[tuple[torch.Tensor | None, int]]
-"""Gradient of each parameter and its version."""
 
-
-class OutOfMemoryMixin(LightningMixin):
+class OutOfMemoryMixin(RetriedStepsMixin):
     """A strategy whose step goes on if memory runs out on a rank: no sample is lost, and the rank's bound falls.
 
     Mix it in before the class that weights losses: what it returns is a loss like any other.
     """
 
     config: HeteroConfig
-    engine: HeteroEngine | None
     _signals: SharedSignals | None
-    _step: tuple[Any, ...] = ()
     _in_pieces = False
     _times = 0
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward pass; if memory runs out, compute loss and gradient in pieces.
-
-        Raises:
-            torch.OutOfMemoryError: if the step cannot be done again in pieces.
-        """
-        self._step = ()
-        try:
-            output = super().training_step(*args, **kwargs)
-        except RuntimeError as error:
-            if self._passes_on(error):
-                raise
-            told = str(error)
-        else:
-            self._step = args
-            return output
-        loss = self._again(args, self._trained, told, "forward")
+    def _forward_again(self, step: tuple[Any, ...], told: str) -> torch.Tensor:
+        loss = self._again(step, [p for p in self._parameters if p.requires_grad], told, "forward")
         prepare = importlib.import_module(f"{self._namespace}.overrides.distributed").prepare_for_backward
         prepare(self.model, loss)  # DDP has not seen the end of a forward pass
         return loss
 
-    def backward(
-        self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """Run the backward pass; if memory runs out, compute the gradients that are missing in pieces.
-
-        Raises:
-            torch.OutOfMemoryError: if the step cannot be done again in pieces.
-        """
-        step, self._step = self._step, ()
-        trained = self._trained if step else []
-        before = _marks(trained)
-        try:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        except RuntimeError as error:
-            if not step or self._passes_on(error):
-                raise
-            told = str(error)
-        closure_loss.detach_()  # frees what the failed pass holds
-        missing = [p for p, mark in zip(trained, before, strict=True) if not _has_moved(p, mark)]
-        loss = self._again(step, missing, told, "backward", before) / self._trainer.accumulate_grad_batches
-        return super().backward(loss, optimizer, *args, **kwargs)
+    def _backward_again(self, step: tuple[Any, ...], before: Marks, told: str) -> torch.Tensor:
+        marked = zip(self._parameters, before, strict=True)
+        missing = [p for p, mark in marked if p.requires_grad and not _has_moved(p, mark)]
+        return self._again(step, missing, told, "backward", before) / self._trainer.accumulate_grad_batches
 
     # conditions
 
@@ -101,12 +63,6 @@ class OutOfMemoryMixin(LightningMixin):
         """Return whether an error is none of this rank's memory, or no other rank could take over samples."""
         alone = self.engine is None or self.engine.world_size == 1
         return alone or of_connection(error) or not is_out_of_memory(error)
-
-    @property
-    def _trained(self) -> list[torch.Tensor]:
-        assert self.engine is not None
-        wrapped = self.engine.models.get(self._pl_module)
-        return [] if wrapped is None else wrapped.trained
 
     def _obstacle(self, missing: list[torch.Tensor], before: Marks) -> str | None:
         """Return why the step cannot be done again in pieces, ``None`` if it can."""
@@ -242,10 +198,6 @@ class OutOfMemoryMixin(LightningMixin):
         """Wait for all ranks, but not in pieces of a batch."""
         self._refuse()
         super().barrier(*args, **kwargs)
-
-
-def _marks(parameters: list[torch.Tensor]) -> Marks:
-    return [(g, -1 if g is None else g._version) for g in (p.grad for p in parameters)]
 
 
 def _has_moved(parameter: torch.Tensor, mark: tuple[torch.Tensor | None, int]) -> bool:
