@@ -1,6 +1,7 @@
 """Training loops of all front ends in processes of their own, one of which fails; each ends as Python does."""
 
 import atexit
+import faulthandler
 import logging
 import os
 import signal
@@ -155,6 +156,7 @@ def _program(rank, world_size, port, folder, settings, loop, args):
     file = os.open(f"{folder}/{rank}.err", os.O_CREAT | os.O_WRONLY)
     os.dup2(file, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
+    faulthandler.register(signal.SIGUSR2, file=sys.stderr)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", FOLDER=folder)
     _forget_accelerate()
@@ -189,6 +191,9 @@ def programs(folder, loop, args_of, settings, world_size=3, left=()):
         for process in waited:
             process.join(max(0.0, began + WALL - time.monotonic()))
         late = [rank for rank, process in enumerate(started) if process in waited and process.is_alive()]
+        for rank in late:  # they write where they are
+            os.kill(started[rank].pid, signal.SIGUSR2)
+            started[rank].join(1.0)
         texts = [Path(folder, f"{rank}.err").read_text() for rank in range(world_size)]
         assert not late, f"ranks {late} have not ended\n" + "\n---\n".join(texts)
         return [process.exitcode for process in started], texts

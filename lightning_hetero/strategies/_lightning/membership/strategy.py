@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_hetero.callbacks.base import policy_states
 from lightning_hetero.comm.compressors.manager import GradientCompression
 from lightning_hetero.comm.membership.members import MembershipError
 from lightning_hetero.comm.membership.roster import Roster
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 __all__ = ["MembershipMixin", "config_of_members"]
+
+STALE = "staleness"
+"""Key of gradients in flight in the state of an engine, which must be equal on all ranks."""
 
 
 def config_of_members(config: HeteroConfig, slots: list[int]) -> HeteroConfig:
@@ -160,11 +164,13 @@ class MembershipMixin(LightningMixin):
         return state
 
     def _state_of(self, trainer: "Trainer", engine: HeteroEngine) -> WorkerState:
-        shared: dict[str, Any] = {}
-        if engine.compression is not None:
-            engine.compression.optimizers.flush()
-            shared = {KEY: {**engine.compression.state_dict_of_rank(), "residuals": {}}}
         assert self._roster is not None
+        compression = engine.compression
+        if compression is not None:
+            compression.optimizers.flush()
+        shared: dict[str, Any] = {STALE: engine.hook_state.stale_state()}  # first, as messages in flight may be lost
+        if compression is not None:
+            shared[KEY] = {**compression.state_dict_of_rank(), "residuals": {}}
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         batches = begin_of_step(checkpoint, trainer.accumulate_grad_batches)
         automatic, validating = self._pl_module.automatic_optimization, trainer.validating
@@ -179,6 +185,8 @@ class MembershipMixin(LightningMixin):
         state = self._state
         assert state is not None
         checkpoint = dict(state.checkpoint)
+        for policy in policy_states(checkpoint):
+            policy["engine"][STALE] = state.shared[STALE]
         if KEY in state.shared and self.engine is not None and self.engine.compression is not None:
             own = state.own(True)
             self._state = replace(state, own=lambda again: own)  # it is undone once, should the set-up fail
