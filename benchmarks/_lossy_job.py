@@ -58,10 +58,11 @@ class Job:
     Args:
         folder: where workers leave their notes, and the launcher its log.
         process: the launcher.
+        workers: number of workers.
     """
 
-    def __init__(self, folder, process):
-        self.folder, self.process = Path(folder), process
+    def __init__(self, folder, process, workers=WORKERS):
+        self.folder, self.process, self.workers = Path(folder), process, workers
         self.lives, self.read = {}, {}
 
     def __enter__(self):
@@ -183,15 +184,15 @@ def started(folder, *command, **environment):
         )
 
 
-def torchrun():
+def torchrun(workers=WORKERS):
     """Return the beginning of a command that runs a script on all workers."""
-    return sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={WORKERS}"
+    return sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={workers}"
 
 
-def kept_job(folder, port, silence=5.0):
+def kept_job(folder, port, silence=5.0, script="_lossy_fit.py", workers=WORKERS):
     """Return a job of workers with keepers, under torchrun."""
     keeper = (f"--master-port={port}", "-m", "lightning_hetero.keeper", "--max-restarts=100000", f"--silence={silence}")
-    return Job(folder, started(folder, *torchrun(), *keeper, HERE / "_lossy_fit.py", folder))
+    return Job(folder, started(folder, *torchrun(workers), *keeper, HERE / script, folder), workers)
 
 
 def end_after(seconds):
@@ -263,7 +264,7 @@ def sorted_notes(lives):
     return groups, begun, done
 
 
-def check_samples(steps):
+def check_samples(steps, total=TOTAL, samples=SAMPLES):
     """Check that each step has the whole total, and each epoch each sample once.
 
     Raises:
@@ -271,27 +272,27 @@ def check_samples(steps):
     """
     epochs = {}
     for number, step in enumerate(steps):
-        if sum(map(len, step.samples)) != TOTAL:
-            raise LossError(f"step {number} has {sum(map(len, step.samples))} samples in the place of {TOTAL}")
+        if sum(map(len, step.samples)) != total:
+            raise LossError(f"step {number} has {sum(map(len, step.samples))} samples in the place of {total}")
         epochs.setdefault(step.epoch, Counter()).update(sample for rank in step.samples for sample in rank)
     if sorted(epochs) != list(range(len(epochs))):
         raise LossError(f"epochs {sorted(epochs)} were trained on")
     for epoch, taken in epochs.items():
-        missing = sorted(set(range(SAMPLES)) - set(taken))
+        missing = sorted(set(range(samples)) - set(taken))
         twice = sorted(sample for sample, times in taken.items() if times > 1)
         if missing or twice:
             raise LossError(f"epoch {epoch} lacks the samples {missing} and has {twice} more than once")
 
 
-def check_replicas(folder):
+def check_replicas(folder, workers=WORKERS):
     """Return the weights and the number of steps at the end, which must be equal on all workers.
 
     Raises:
         LossError: if they are not, or a worker has left none.
     """
     ends = [torch.load(path, weights_only=True) for path in sorted(Path(folder).glob("end-*.pt"))]
-    if len(ends) != WORKERS:
-        raise LossError(f"{len(ends)} of {WORKERS} workers have ended with weights")
+    if len(ends) != workers:
+        raise LossError(f"{len(ends)} of {workers} workers have ended with weights")
     first = ends[0]
     for end in ends[1:]:
         equal = all(torch.equal(first["weights"][name], end["weights"][name]) for name in first["weights"])

@@ -20,7 +20,8 @@ LIGHTHOUSE = ("--min_replicas=1", "--quorum_tick_ms=100", "--join_timeout_ms=100
 
 def train(folder, slot, seconds_per_sample):
     import torch
-    from _lossy_fit import LOCAL, MOMENTUM, RATE, SAMPLES, WORKERS, Notes, Numbers, loss_of, network
+    from _lossy_fit import LOCAL, MOMENTUM, RATE, SAMPLES, WORKERS, Numbers, loss_of, network
+    from _lossy_notes import Notes
     from torch.nn.utils import parameters_to_vector, vector_to_parameters
     from torchft import Manager, Optimizer, ProcessGroupGloo
 

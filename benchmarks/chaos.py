@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from _lossy_job import TOTAL, WORKERS, account, end_after, kept_job
+from _lossy_job import TOTAL, account, end_after, kept_job
 from hardware import write_table
 
 HERE = Path(__file__).parent
@@ -110,7 +110,7 @@ class Chaos:
         """Return whether all workers train, half a second after the end of the last fault or later."""
         over = max((event.over + 0.5 for event in self.events), default=0.0)
         last = [life.notes[-1]["time"] for life in self.job.members()]
-        if len(last) < WORKERS or min(last) < over:
+        if len(last) < self.job.workers or min(last) < over:
             return False
         for event in self.events:
             event.whole = event.whole or time.monotonic()
@@ -124,7 +124,20 @@ class Chaos:
             self.go_on(at)
             while not self.strike(kind):
                 self.go_on(time.monotonic() + 0.1)
-        self.job.wait(self.whole, self.patience, f"all workers in training again after {self.events[-3:]}")
+        self.go_on_until_whole()
+
+    def go_on_until_whole(self):
+        """Wait until all workers train."""
+
+        def whole():
+            self.attend()
+            return self.whole()
+
+        self.job.wait(whole, self.patience, f"all workers in training again after {self.events[-3:]}")
+
+    def attend(self):
+        """Do what is to be done all the time."""
+        self.whole()
 
     def go_on(self, until):
         """Wait, while the job must complete a step every so often.
@@ -135,7 +148,7 @@ class Chaos:
         while time.monotonic() < until:
             after = time.monotonic() - self.patience
             self.job.wait(lambda after=after: self.job.first_done(after), 0.0, f"a step after {self.events[-3:]}")
-            self.whole()
+            self.attend()
             time.sleep(0.02)
 
 

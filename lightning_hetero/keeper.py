@@ -25,6 +25,7 @@ from typing import Any
 from lightning_hetero.comm.membership.members_watch import STUCK
 from lightning_hetero.comm.membership.slots import (
     BEAT_S,
+    ENDS,
     GONE,
     LEAST,
     LIFE,
@@ -39,6 +40,9 @@ from lightning_hetero.comm.membership.slots import (
 __all__ = ["Keeper", "main"]
 
 log = logging.getLogger("lightning_hetero")
+
+END_S = 60.0
+"""Least seconds that an interpreter gets to end."""
 
 
 class Keeper:
@@ -141,7 +145,7 @@ class Keeper:
             newest, now = self.board.pulse_of(self.slot, life), time.monotonic()
             if newest != sign or not newest:
                 sign, heard = newest, now
-            if now - heard > self.silence:
+            if now - heard > (max(self.silence, END_S) if newest.endswith(ENDS) else self.silence):
                 log.warning("worker %d has shown no sign of life for %.0f s and is killed", self.slot, now - heard)
                 worker.kill()
 

@@ -135,6 +135,16 @@ def test_a_worker_that_falls_silent_is_killed(board, tmp_path):
     assert board.state_of(1) == (1, OVER)
 
 
+@pytest.mark.parametrize(("least", "lives"), [(60.0, 1), (0.1, 2)])
+def test_an_interpreter_that_ends_gets_more_time(board, tmp_path, monkeypatch, least, lives):
+    """It gives no signs any more, and may have much to do."""
+    monkeypatch.setattr(module, "END_S", least)
+    board.store.set("pulse/1", f"0 {slots.ENDS}")
+    code = NOTE + "import time; time.sleep((0.5 if sys.argv[2] == '60.0' else 60) if life == 0 else 0)"
+    assert keeper(board, code, tmp_path / "notes", least, silence=0.1).run() == 0
+    assert len((tmp_path / "notes").read_text().splitlines()) == lives
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_passed_on_and_nothing_starts_again(board, tmp_path, number):
     code = NOTE + "import time\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\nopen(sys.argv[2], 'w')\ntime.sleep(60)"

@@ -117,6 +117,24 @@ class Suffers(L.LightningModule):
     def on_before_optimizer_step(self, optimizer):
         self.suffer("optimizer")
 
+    def on_train_epoch_start(self):
+        self.suffer("epoch start")
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.suffer("batch start")
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.suffer("batch end")
+
+    def on_train_epoch_end(self):
+        self.suffer("epoch end")
+
+    def on_validation_start(self):
+        self.suffer("validation start")
+
+    def on_validation_end(self):
+        self.suffer("validation end")
+
     def validation_step(self, batch, batch_idx):
         self.suffer("validation")
         self.log("loss", loss_of(self.net, batch[0]), sync_dist=True)
@@ -140,7 +158,7 @@ def wait_for(path):
         time.sleep(0.01)
 
 
-def train(folder, faults, arguments, late, accumulation=1):
+def train(folder, faults, arguments, late, accumulation=1, validates=True):
     model = Suffers(folder, faults)
     if model.life and late:
         wait_for(folder / "alone")
@@ -152,6 +170,7 @@ def train(folder, faults, arguments, late, accumulation=1):
         max_epochs=EPOCHS,
         accumulate_grad_batches=accumulation,
         num_sanity_val_steps=0,
+        limit_val_batches=1.0 if validates else 0,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -225,11 +244,11 @@ class Outcome:
         return max(float((self.ends[0]["weights"][name] - alone[name]).abs().max()) for name in alone)
 
 
-def outcome(folder, faults, *, rejoin=True, arguments=None, late=True, accumulation=1, **kwargs):
+def outcome(folder, faults, *, rejoin=True, arguments=None, late=True, accumulation=1, validates=True, **kwargs):
     if rejoin:
         for slot, life, *_ in faults:
             (folder / f"expects-{slot}-{life}").touch()
-    given = (folder, faults, arguments or {}, late, accumulation)
+    given = (folder, faults, arguments or {}, late, accumulation, validates)
     assert run_kept(train, SLOTS, *given, **kwargs) == [0] * SLOTS
     found = Outcome(folder)
     found.check(STEPS // accumulation)
@@ -250,6 +269,19 @@ def test_the_others_go_on_and_a_newcomer_joins(tmp_path, lost, where):
     found = outcome(tmp_path, faults)
     assert found.lives == lives_of(faults), "nobody else was started again"
     assert found.worlds() == {SLOTS - 1, SLOTS}
+    assert found.difference() < 1e-12
+
+
+HOOKS = ["epoch start", "batch start", "forward", "optimizer", "batch end", "epoch end"]
+VALIDATION_HOOKS = ["validation start", "validation", "validation end"]
+PLACES = [(where, True) for where in HOOKS + VALIDATION_HOOKS] + [(where, False) for where in HOOKS]
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize(("where", "validates"), PLACES)
+@pytest.mark.parametrize("step", [STEPS // EPOCHS - 1, STEPS // EPOCHS])
+def test_a_worker_is_lost_between_two_epochs(tmp_path, where, step, lost, validates):
+    found = outcome(tmp_path, [(lost, 0, step, where, KILL)], validates=validates)
     assert found.difference() < 1e-12
 
 

@@ -23,6 +23,9 @@ LEAST, GENERATION = "LIGHTNING_HETERO_MIN_WORKERS", "LIGHTNING_HETERO_GENERATION
 RUNS, GONE, OVER, SILENT = "runs", "gone", "over", "silent"
 """State of a life: it runs; it was lost, and another follows; no other follows; its keeper's host is silent."""
 
+ENDS = "ends"
+"""Last sign of a life: its interpreter ends, and shows nothing any more."""
+
 BEAT_S, SILENCE_S = 1.0, 10.0
 """Seconds between two signs of a keeper, and without one after which its host counts as lost."""
 
@@ -176,9 +179,12 @@ class Pulse:
         return self
 
     def stop(self) -> None:
-        """Stop the thread: a process that ends must not leave it in a call to the store."""
+        """Stop the thread, and say that the process ends, which must not leave the thread in a call to the store."""
         self._over.set()
         self._thread.join(timeout=2.0)
+        with suppress(RuntimeError):
+            if not self._thread.is_alive() and self._board.pulse_of(self._slot.slot, self._slot.life):
+                self._board.store.set(f"pulse/{self._slot.slot}", f"{self._slot.life} {ENDS}")
 
     def _run(self) -> None:
         count = 0

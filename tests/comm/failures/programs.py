@@ -2,6 +2,7 @@
 
 import atexit
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -157,6 +158,7 @@ def _program(rank, world_size, port, folder, settings, loop, args):
     os.dup2(file, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     faulthandler.register(signal.SIGUSR2, file=sys.stderr)
+    gc.freeze()  # trainers collect garbage when they begin: not what the tests before have left
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", FOLDER=folder)
     _forget_accelerate()

@@ -58,11 +58,13 @@ def wait_until(condition):
 def test_a_pulse_is_of_its_life(board, monkeypatch):
     monkeypatch.setattr(slots, "BEAT_S", 0.01)
     assert board.pulse_of(0, 3) == ""
-    Pulse(board, Slot(0, 2, 3)).start()
+    pulse = Pulse(board, Slot(0, 2, 3)).start()
     wait_until(lambda: board.pulse_of(0, 3))
     first = board.pulse_of(0, 3)
     wait_until(lambda: board.pulse_of(0, 3) != first)
     assert board.pulse_of(0, 4) == "", "that of an earlier life says nothing of a later one"
+    pulse.stop()
+    assert board.pulse_of(0, 3) == f"3 {slots.ENDS}"
 
 
 def test_a_process_under_a_debugger_gives_no_pulse(board, monkeypatch):
@@ -72,6 +74,7 @@ def test_a_process_under_a_debugger_gives_no_pulse(board, monkeypatch):
     pulse = Pulse(board, Slot(0, 2, 0)).start()
     pulse._thread.join(timeout=20)
     assert not pulse._thread.is_alive()
+    pulse.stop()
     assert board.pulse_of(0, 0) == ""
 
 
