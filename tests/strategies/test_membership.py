@@ -61,6 +61,8 @@ class Suffers(L.LightningModule):
         self.faults.remove(due[0])
         if due[0][4] == CUT:
             LinkCut().strike(None, None)
+        elif due[0][4] == FAIL:
+            raise RuntimeError("gloo: Connection closed by peer")
         else:
             os.kill(os.getpid(), due[0][4])
 
@@ -255,7 +257,7 @@ def outcome(folder, faults, *, rejoin=True, arguments=None, late=True, accumulat
     return found
 
 
-KILL, STOP, CUT = signal.SIGKILL, signal.SIGSTOP, "cut"
+KILL, STOP, CUT, FAIL = signal.SIGKILL, signal.SIGSTOP, "cut", "a call to the others fails"
 
 
 def lives_of(faults):
@@ -282,6 +284,16 @@ PLACES = [(where, True) for where in HOOKS + VALIDATION_HOOKS] + [(where, False)
 @pytest.mark.parametrize("step", [STEPS // EPOCHS - 1, STEPS // EPOCHS])
 def test_a_worker_is_lost_between_two_epochs(tmp_path, where, step, lost, validates):
     found = outcome(tmp_path, [(lost, 0, step, where, KILL)], validates=validates)
+    assert found.difference() < 1e-12
+
+
+@pytest.mark.parametrize(("where", "validates"), PLACES)
+@pytest.mark.parametrize("step", [STEPS // EPOCHS - 1, STEPS // EPOCHS])
+def test_links_fail_between_two_epochs(tmp_path, where, step, validates):
+    """All fail in the same place, where another strategy, model or callback may have a call to the others."""
+    faults = [(slot, 0, step, where, FAIL) for slot in range(SLOTS)]
+    found = outcome(tmp_path, faults, rejoin=False, validates=validates)
+    assert found.lives == {(slot, 0) for slot in range(SLOTS)}
     assert found.difference() < 1e-12
 
 

@@ -158,6 +158,7 @@ class MembershipMixin(LightningMixin):
         if trainer.evaluating:
             end_validation(trainer)
         untoggle(self._pl_module)
+        count_from_epoch_start(trainer)
         state = self._state_of(trainer, engine)
         if again:
             validate_again(state.checkpoint)
@@ -202,6 +203,20 @@ def untoggle(module: "LightningModule") -> None:
     for parameter, trained in frozen.items():
         parameter.requires_grad_(trained)
     module._param_requires_grad_state = {}
+
+
+def count_from_epoch_start(trainer: "Trainer") -> None:
+    """Make a step that has failed before the first batch of an epoch one that has failed in that batch.
+
+    Lightning still counts the batches of the epoch before, would take them for those of the new one, and leave it out.
+    """
+    fit_loop = trainer.fit_loop
+    if fit_loop.epoch_progress.total.started < fit_loop.epoch_progress.total.ready:
+        loop = fit_loop.epoch_loop
+        for progress in (loop.batch_progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress):
+            progress.reset_on_run()
+        loop.val_loop.batch_progress.total.reset()
+        loop.batch_progress.increment_ready()
 
 
 def count_logged_steps(checkpoint: dict[str, Any], *, automatic: bool, validating: bool) -> None:
