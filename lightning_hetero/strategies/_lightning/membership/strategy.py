@@ -22,6 +22,14 @@ from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.strategies._checkpoints.residuals import KEY
 from lightning_hetero.strategies._lightning.base import LightningMixin
 from lightning_hetero.strategies._lightning.membership.launcher import PEERS, MembershipLauncher
+from lightning_hetero.strategies._lightning.membership.resume_point import (
+    begin_of_step,
+    count_from_epoch_start,
+    count_logged_steps,
+    end_validation,
+    steps_added,
+    validate_again,
+)
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -174,8 +182,8 @@ class MembershipMixin(LightningMixin):
             shared[KEY] = {**compression.state_dict_of_rank(), "residuals": {}}
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         batches = begin_of_step(checkpoint, trainer.accumulate_grad_batches)
-        automatic, validating = self._pl_module.automatic_optimization, trainer.validating
-        count_logged_steps(checkpoint, automatic=automatic, validating=validating)
+        added = steps_added(trainer, checkpoint)
+        count_logged_steps(checkpoint, added, automatic=self._pl_module.automatic_optimization)
         progress = self._roster.fits, trainer.global_step, trainer.current_epoch, batches
         return WorkerState(progress, self.global_rank, checkpoint, shared, partial(residuals_of, engine.compression))
 
@@ -203,85 +211,6 @@ def untoggle(module: "LightningModule") -> None:
     for parameter, trained in frozen.items():
         parameter.requires_grad_(trained)
     module._param_requires_grad_state = {}
-
-
-def count_from_epoch_start(trainer: "Trainer") -> None:
-    """Make a step that has failed before the first batch of an epoch one that has failed in that batch.
-
-    Lightning still counts the batches of the epoch before, would take them for those of the new one, and leave it out.
-    """
-    fit_loop = trainer.fit_loop
-    if fit_loop.epoch_progress.total.started < fit_loop.epoch_progress.total.ready:
-        loop = fit_loop.epoch_loop
-        for progress in (loop.batch_progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress):
-            progress.reset_on_run()
-        loop.val_loop.batch_progress.total.reset()
-        loop.batch_progress.increment_ready()
-
-
-def count_logged_steps(checkpoint: dict[str, Any], *, automatic: bool, validating: bool) -> None:
-    """Set the counter of loggers to the steps that were done, less the one that Lightning adds when it resumes.
-
-    Lightning adds one unless all counts of batches are equal, because its own checkpoints are saved before it counts;
-    and it counts a step behind the validation that follows it.
-
-    Example:
-        >>> counts = {"ready": 7, "started": 7, "processed": 6, "completed": 6}
-        >>> loops = {"epoch_loop.batch_progress": {"total": counts}, "epoch_loop.state_dict": {}}
-        >>> state = {"global_step": 6, "loops": {"fit_loop": loops}}
-        >>> count_logged_steps(state, automatic=True, validating=False)
-        >>> loops["epoch_loop.state_dict"]
-        {'_batches_that_stepped': 5}
-    """
-    loops = checkpoint["loops"]["fit_loop"]
-    counts = loops["epoch_loop.batch_progress"]["total"]
-    done = checkpoint["global_step"] if automatic else counts["processed"]
-    added = len(set(counts.values())) > 1
-    loops["epoch_loop.state_dict"]["_batches_that_stepped"] = done - added - validating
-
-
-def end_validation(trainer: "Trainer") -> None:
-    """Leave a validation that has failed: its loop forgets that it ran, and modules go back to training mode."""
-    loop = trainer.fit_loop.epoch_loop.val_loop
-    loop._on_evaluation_model_train()
-    loop._has_run = False
-
-
-def begin_of_step(checkpoint: dict[str, Any], accumulation: int) -> int:
-    """Set a checkpoint back to the first batch of the optimizer step that it was taken in; return the batches before.
-
-    Gradients that were accumulated in that step are not part of it.
-
-    Example:
-        >>> counts = {"ready": 9, "started": 9, "processed": 8, "completed": 8}
-        >>> progress = {"current": counts, "total": {name: 10 + count for name, count in counts.items()}}
-        >>> loops = {"epoch_loop.batch_progress": {**progress, "is_last_batch": False}}
-        >>> begin_of_step({"loops": {"fit_loop": loops}}, 3), counts["processed"], progress["total"]["processed"]
-        (6, 6, 16)
-    """
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    current = progress["current"]["processed"]
-    inside = 0 if progress["is_last_batch"] and current == progress["current"]["ready"] else current % accumulation
-    if inside:
-        for counts in (progress["current"], progress["total"]):
-            begin = counts["processed"] - inside
-            counts.update(ready=begin, started=begin, processed=begin, completed=begin)
-    return int(current - inside)
-
-
-def validate_again(checkpoint: dict[str, Any]) -> None:
-    """Make a checkpoint say that its validation is not done: it runs again, from its first batch.
-
-    Example:
-        >>> done = {"ready": 2, "started": 2, "processed": 2, "completed": 2}
-        >>> loops = {"epoch_loop.val_loop.batch_progress": {"total": done, "current": dict(done)}}
-        >>> validate_again({"loops": {"fit_loop": loops}})
-        >>> done
-        {'ready': 1, 'started': 1, 'processed': 0, 'completed': 0}
-    """
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
-    for counts in (progress["total"], progress["current"]):
-        counts.update(ready=1, started=1, processed=0, completed=0)
 
 
 def residuals_of(compression: GradientCompression | None, again: bool) -> dict[str, torch.Tensor]:

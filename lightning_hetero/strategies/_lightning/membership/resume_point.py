@@ -1,0 +1,105 @@
+"""Where a fit is to go on after a step that has failed, in the counts that Lightning keeps in a checkpoint."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = [
+    "begin_of_step",
+    "count_from_epoch_start",
+    "count_logged_steps",
+    "end_validation",
+    "steps_added",
+    "validate_again",
+]
+
+
+def count_from_epoch_start(trainer: "Trainer") -> None:
+    """Make a step that has failed before the first batch of an epoch one that has failed in that batch.
+
+    Lightning still counts the batches of the epoch before, would take them for those of the new one, and leave it out.
+    """
+    epochs: Any = trainer.fit_loop.epoch_progress.total
+    if epochs.started < epochs.ready:
+        loop = trainer.fit_loop.epoch_loop
+        for progress in (loop.batch_progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress):
+            progress.reset_on_run()
+        loop.val_loop.batch_progress.total.reset()
+        loop.batch_progress.increment_ready()
+
+
+def count_logged_steps(checkpoint: dict[str, Any], added: int, *, automatic: bool) -> None:
+    """Set the counter of loggers to the steps that were done, less those that Lightning adds when it resumes.
+
+    Example:
+        >>> counts = {"ready": 7, "started": 7, "processed": 6, "completed": 6}
+        >>> loops = {"epoch_loop.batch_progress": {"total": counts}, "epoch_loop.state_dict": {}}
+        >>> state = {"global_step": 6, "loops": {"fit_loop": loops}}
+        >>> count_logged_steps(state, 1, automatic=True)
+        >>> loops["epoch_loop.state_dict"]
+        {'_batches_that_stepped': 5}
+    """
+    loops = checkpoint["loops"]["fit_loop"]
+    done = checkpoint["global_step"] if automatic else loops["epoch_loop.batch_progress"]["total"]["processed"]
+    loops["epoch_loop.state_dict"]["_batches_that_stepped"] = done - added
+
+
+def steps_added(trainer: "Trainer", checkpoint: dict[str, Any]) -> int:
+    """Return how many steps Lightning adds to the counter of loggers when it resumes from this.
+
+    It adds one unless all counts of batches are equal, because its own checkpoints are saved before it counts, but none
+    inside a window of accumulation; and it counts a step behind the validation that follows it.
+    """
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    current = progress["current"]
+    ends = current["ready"] >= trainer.num_training_batches or progress["is_last_batch"]
+    steps = ends or current["ready"] % trainer.accumulate_grad_batches == 0
+    again = current["processed"] < current["ready"]
+    return int(steps and len(set(progress["total"].values())) > 1) + (trainer.validating and not again)
+
+
+def end_validation(trainer: "Trainer") -> None:
+    """Leave a validation that has failed: its loop forgets that it ran, and modules go back to training mode."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    loop._on_evaluation_model_train()
+    loop._has_run = False
+
+
+def begin_of_step(checkpoint: dict[str, Any], accumulation: int) -> int:
+    """Set a checkpoint back to the first batch of an optimizer step that was not done; return the batches before.
+
+    Gradients that were accumulated in that step are not part of it. It is as if that batch had failed.
+
+    Example:
+        >>> counts = {"ready": 9, "started": 9, "processed": 8, "completed": 8}
+        >>> progress = {"current": counts, "total": {name: 10 + count for name, count in counts.items()}}
+        >>> loops = {"epoch_loop.batch_progress": {**progress, "is_last_batch": False}}
+        >>> begin_of_step({"loops": {"fit_loop": loops}}, 3), counts["processed"], progress["total"]["processed"]
+        (6, 6, 16)
+    """
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    current = progress["current"]["processed"]
+    all_done = current == progress["current"]["ready"]
+    inside = 0 if progress["is_last_batch"] and all_done else current % accumulation
+    if inside or not all_done:
+        progress["is_last_batch"] = False
+        for counts in (progress["current"], progress["total"]):
+            begin = counts["processed"] - inside
+            counts.update(ready=begin + 1, started=begin + 1, processed=begin, completed=begin)
+    return int(current - inside)
+
+
+def validate_again(checkpoint: dict[str, Any]) -> None:
+    """Make a checkpoint say that its validation is not done: it runs again, from its first batch.
+
+    Example:
+        >>> done = {"ready": 2, "started": 2, "processed": 2, "completed": 2}
+        >>> loops = {"epoch_loop.val_loop.batch_progress": {"total": done, "current": dict(done)}}
+        >>> validate_again({"loops": {"fit_loop": loops}})
+        >>> done
+        {'ready': 1, 'started': 1, 'processed': 0, 'completed': 0}
+    """
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
+    for counts in (progress["total"], progress["current"]):
+        counts.update(ready=1, started=1, processed=0, completed=0)
