@@ -310,6 +310,17 @@ def test_links_fail_between_two_epochs(tmp_path, where, validates, first, accumu
     assert found.difference() < 1e-12
 
 
+@pytest.mark.parametrize("where", HOOKS)
+def test_links_fail_again_and_a_worker_is_lost(tmp_path, where):
+    """What Lightning counts is right also behind a batch that has failed."""
+    first = [(slot, 0, 6, "forward", FAIL) for slot in range(SLOTS)]
+    faults = [*first, (2, 0, 9, where, KILL), *((slot, 0, 9, where, FAIL) for slot in range(SLOTS - 1))]
+    (tmp_path / "expects-2-0").touch()
+    found = outcome(tmp_path, faults, rejoin=False)
+    assert found.lives == lives_of([(2, 0)])
+    assert found.difference() < 1e-12
+
+
 def test_a_newcomer_that_comes_at_once_is_there_before_the_next_step(tmp_path):
     faults = [(1, 0, 6, "forward", KILL)]
     found = outcome(tmp_path, faults, late=False)

@@ -10,6 +10,7 @@ __all__ = [
     "count_from_epoch_start",
     "count_logged_steps",
     "end_validation",
+    "forget_failed_batch",
     "steps_added",
     "validate_again",
 ]
@@ -88,6 +89,15 @@ def begin_of_step(checkpoint: dict[str, Any], accumulation: int) -> int:
             begin = counts["processed"] - inside
             counts.update(ready=begin + 1, started=begin + 1, processed=begin, completed=begin)
     return int(current - inside)
+
+
+def forget_failed_batch(trainer: "Trainer") -> None:
+    """Let the batches begun in all epochs be those that were done; call it when Lightning has resumed.
+
+    Lightning does so for the running epoch only, and would not know by these counts where the next failure was.
+    """
+    total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+    total.ready = total.started = total.processed
 
 
 def validate_again(checkpoint: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ from lightning_hetero.strategies._lightning.membership.resume_point import (
     count_from_epoch_start,
     count_logged_steps,
     end_validation,
+    forget_failed_batch,
     steps_added,
     validate_again,
 )
@@ -128,6 +129,8 @@ class MembershipMixin(LightningMixin):
     def on_train_start(self) -> None:
         """Note that the state is that of the training from now on."""
         super().on_train_start()
+        if self._state is not None:
+            forget_failed_batch(self._pl_module.trainer)
         self._state, self._trains = None, True
 
     def has_stepped(self) -> bool:
