@@ -6,9 +6,11 @@ when a training fails, a collective may be in flight, and leaving would wait for
 end; or the training may go on. When the next training begins, all ranks are past that.
 """
 
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.comm.failures.store_keys import forget_keys
 
-__all__ = ["Owner", "ended", "free_group_last", "go_on", "leave", "leave_ended", "on_end", "run"]
+__all__ = ["Owner", "ended", "free_group_last", "go_on", "leave", "leave_ended", "leave_ended_later", "on_end", "run"]
 
 Closer = Callable[[], Any]
 
@@ -66,6 +68,18 @@ def leave_ended() -> None:
         _ended.pop(0).close()
     while _orphans:
         run(_orphans.pop(0))
+
+
+def leave_ended_later() -> None:
+    """Leave the groups of all trainings that have ended from a thread of its own, without waiting for it.
+
+    To be called after the default group was destroyed, because a worker is lost: freeing a group waits for its calls,
+    and one that is stuck would keep this worker from the next training, in which all others wait for it.
+    """
+    left: list[Closer] = [*(owner.close for owner in _ended), *(partial(run, closers) for closers in _orphans)]
+    _ended.clear()
+    _orphans.clear()
+    threading.Thread(target=run, args=(left,), name="lightning_hetero-leave", daemon=True).start()
 
 
 def run(closers: list[Closer]) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import threading
 import time
 import weakref
 from contextlib import suppress
@@ -18,6 +19,7 @@ from lightning_hetero import BlockTopK, HeteroDDPStrategy
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.agreement.group_lifetime import ended, free_group_last, go_on, leave_ended
 from lightning_hetero.comm.collectives.topology import Topology
+from lightning_hetero.strategies._lightning.membership.launcher import leave_all_groups
 from tests.helpers import Points, Regressor, run_ranks, trainer_of
 
 COMPRESSED = {"compression": BlockTopK(density=0.3, block=8, warmup_steps=2), "staleness": 1}
@@ -76,6 +78,22 @@ def test_groups_of_a_training_that_goes_on_are_not_left():
     leave_ended()
     leave_ended()
     assert (over.calls, goes_on.calls) == (["close"], ["open"])
+
+
+def test_a_group_that_cannot_be_left_keeps_nobody_when_members_change():
+    free, left = threading.Event(), threading.Event()
+
+    class Stuck(Owned):
+        def close(self):
+            free.wait(30)
+            left.set()
+
+    ended(Stuck())
+    leave_all_groups()
+    leave_ended()  # nothing is left to do
+    assert not left.is_set()
+    free.set()
+    assert left.wait(30)
 
 
 def _freed(rank, front):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from lightning_hetero.comm.agreement.group_lifetime import leave_ended_later
 from lightning_hetero.comm.membership.group_sockets import making_group, shut_down_groups
 from lightning_hetero.comm.membership.members import MembershipError
 from lightning_hetero.comm.membership.roster import Roster
@@ -152,6 +153,7 @@ def leave_all_groups() -> None:
     with suppress(RuntimeError, ValueError):
         dist.destroy_process_group()
     gc.collect()  # what the training has left holds them, too
+    leave_ended_later()
 
 
 def refuse_weight_averaging(trainer: "Trainer") -> None:
