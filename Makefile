@@ -10,10 +10,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help venv demo test gpu lint dist bench docs screenshots map clean
+.PHONY: help venv demo test gpu lint dist bench soak docs screenshots map clean
 
 help:
-	@echo "make venv | demo | test | gpu | lint | dist | bench (as root) | docs | screenshots | map | clean"
+	@echo "make venv | demo | test | gpu | lint | dist | bench (as root) | soak | docs | screenshots | map | clean"
 
 venv: $(STAMP)
 
@@ -76,6 +76,10 @@ bench: venv
 	$(BIN)/python benchmarks/hierarchy.py
 	for command in shapes grid curves scaling confirm; do \
 		$(BIN)/python benchmarks/papers/adaptive_sgd.py $$command || exit; done
+
+# An hour of the demo's training, while speeds drift and workers fail (benchmarks/soak.py). Nothing else should run.
+soak: venv
+	$(BIN)/python benchmarks/soak.py
 
 # The pages are in docs/_build/html. Needs no network once the tools are installed.
 docs: venv

@@ -1,4 +1,4 @@
-"""Where a fit is to go on after a step that has failed, in the counts that Lightning keeps in a checkpoint."""
+"""Place where a fit is to go on after a step that has failed, in the counts that Lightning keeps in a checkpoint."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -96,8 +96,10 @@ def forget_failed_batch(trainer: "Trainer") -> None:
 
     Lightning does so for the running epoch only, and would not know by these counts where the next failure was.
     """
-    total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
-    total.ready = total.started = total.processed
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    state = progress.state_dict()
+    done = state["total"]["processed"]
+    progress.load_state_dict({**state, "total": {**state["total"], "ready": done, "started": done}})
 
 
 def validate_again(checkpoint: dict[str, Any]) -> None:
