@@ -310,6 +310,16 @@ def test_links_fail_between_two_epochs(tmp_path, where, validates, first, accumu
     assert found.difference() < 1e-12
 
 
+@pytest.mark.parametrize("where", VALIDATION_HOOKS)
+def test_links_fail_in_a_validation_inside_a_step(tmp_path, where):
+    """It follows the second of three batches, which are all done again, and the validation with them."""
+    faults = [(slot, 0, 1, where, FAIL) for slot in range(SLOTS)]
+    found = outcome(tmp_path, faults, rejoin=False, accumulation=3, validation_interval=1 / 3)
+    assert found.difference() < 1e-12
+    for slot in range(SLOTS):
+        assert (tmp_path / f"validated-{slot}-0").read_text() in ("+" * 6, "+" * 7), "three an epoch, one maybe again"
+
+
 @pytest.mark.parametrize("where", HOOKS)
 def test_links_fail_again_and_a_worker_is_lost(tmp_path, where):
     """What Lightning counts is right also behind a batch that has failed."""
