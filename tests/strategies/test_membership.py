@@ -122,6 +122,11 @@ class Suffers(L.LightningModule):
     def on_train_epoch_start(self):
         self.suffer("epoch start")
 
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        if self.trainer.training:
+            self.suffer("between batches")
+        return batch
+
     def on_train_batch_start(self, batch, batch_idx):
         self.suffer("batch start")
 
@@ -215,7 +220,8 @@ class Outcome:
             )
             assert taken == Counter(range(SAMPLES)), epoch
         assert sorted(self.steps) == list(range(steps))
-        assert all(note["logged"] == step for step, notes in self.steps.items() for note in notes), "steps of loggers"
+        logged = {step: {note["logged"] for note in notes} for step, notes in self.steps.items()}
+        assert logged == {step: {step} for step in self.steps}, "steps of loggers"
         for step, sizes in self.sizes.items():
             assert sum(sizes) == LOCAL * SLOTS, step
             assert all(len(batch) == len(sizes) for batch in self.batches[step]), step
@@ -286,7 +292,7 @@ def test_the_others_go_on_and_a_newcomer_joins(tmp_path, lost, where):
     assert found.difference() < 1e-12
 
 
-HOOKS = ["epoch start", "batch start", "forward", "optimizer", "batch end", "epoch end"]
+HOOKS = ["epoch start", "between batches", "batch start", "forward", "optimizer", "batch end", "epoch end"]
 VALIDATION_HOOKS = ["validation start", "validation", "validation end"]
 PLACES = [(where, True) for where in HOOKS + VALIDATION_HOOKS] + [(where, False) for where in HOOKS]
 
@@ -318,6 +324,14 @@ def test_links_fail_in_a_validation_inside_a_step(tmp_path, where):
     assert found.difference() < 1e-12
     for slot in range(SLOTS):
         assert (tmp_path / f"validated-{slot}-0").read_text() in ("+" * 6, "+" * 7), "three an epoch, one maybe again"
+
+
+def test_links_fail_between_the_batches_behind_a_validation(tmp_path):
+    faults = [(slot, 0, 5, "between batches", FAIL) for slot in range(SLOTS)]
+    found = outcome(tmp_path, faults, rejoin=False, validation_interval=1 / 3)
+    assert found.difference() < 1e-12
+    for slot in range(SLOTS):
+        assert (tmp_path / f"validated-{slot}-0").read_text() == "+" * 6, "none is repeated, and none left out"
 
 
 @pytest.mark.parametrize("where", HOOKS)

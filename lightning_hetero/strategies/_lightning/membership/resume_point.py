@@ -67,23 +67,28 @@ def end_validation(trainer: "Trainer") -> None:
     loop._has_run = False
 
 
-def begin_of_step(checkpoint: dict[str, Any], accumulation: int) -> int:
+def begin_of_step(checkpoint: dict[str, Any], accumulation: int, *, validating: bool = False) -> int:
     """Set a checkpoint back to the first batch of an optimizer step that was not done; return the batches before.
 
-    Gradients that were accumulated in that step are not part of it. It is as if that batch had failed.
+    Gradients that were accumulated in that step are not part of it. It is as if that batch had failed; also if it had
+    not begun, because Lightning would take the place between two batches for one behind a validation.
 
     Example:
         >>> counts = {"ready": 9, "started": 9, "processed": 8, "completed": 8}
         >>> progress = {"current": counts, "total": {name: 10 + count for name, count in counts.items()}}
-        >>> loops = {"epoch_loop.batch_progress": {**progress, "is_last_batch": False}}
+        >>> epochs = {"total": {"ready": 2, "started": 2, "processed": 1, "completed": 1}}
+        >>> loops = {"epoch_progress": epochs, "epoch_loop.batch_progress": {**progress, "is_last_batch": False}}
         >>> begin_of_step({"loops": {"fit_loop": loops}}, 3), counts["processed"], progress["total"]["processed"]
         (6, 6, 16)
     """
-    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    loops = checkpoint["loops"]["fit_loop"]
+    progress, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]["total"]
     current = progress["current"]["processed"]
-    all_done = current == progress["current"]["ready"]
-    inside = 0 if progress["is_last_batch"] and all_done else current % accumulation
-    if inside or not all_done:
+    done = current == progress["current"]["ready"]
+    between = done and current == progress["current"]["completed"] and not validating
+    between = between and epochs["processed"] < epochs["started"]
+    inside = 0 if progress["is_last_batch"] and done and not between else current % accumulation
+    if inside or between or not done:
         progress["is_last_batch"] = False
         for counts in (progress["current"], progress["total"]):
             begin = counts["processed"] - inside

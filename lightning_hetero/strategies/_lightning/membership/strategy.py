@@ -184,7 +184,7 @@ class MembershipMixin(LightningMixin):
         if compression is not None:
             shared[KEY] = {**compression.state_dict_of_rank(), "residuals": {}}
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        batches = begin_of_step(checkpoint, trainer.accumulate_grad_batches)
+        batches = begin_of_step(checkpoint, trainer.accumulate_grad_batches, validating=trainer.validating)
         added = steps_added(trainer, checkpoint)
         count_logged_steps(checkpoint, added, automatic=self._pl_module.automatic_optimization)
         progress = self._roster.fits, trainer.global_step, trainer.current_epoch, batches
