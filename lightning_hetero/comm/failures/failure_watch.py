@@ -4,6 +4,7 @@ It owns the monitor of the ranks, tells the others of an exception that ends thi
 connections which rank failed first.
 """
 
+import atexit
 import os
 import signal
 import sys
@@ -73,10 +74,11 @@ class FailureWatch:
 
         def here() -> Progress:
             found = reference()
+            if found is None:
+                self._at_end()
             return (0, 0, False) if found is None else progress(found)
 
         self._store, self._progress = store, here
-        weakref.finalize(owner, self._at_end)
         self.open()
 
     def open(self) -> None:
@@ -98,6 +100,7 @@ class FailureWatch:
         self._monitor = RankMonitor(self._bulletin, self._progress, self._end, settings).start()
         self._earlier, self._hook, self._process = sys.excepthook, self._uncaught, os.getpid()
         SYSTEM.excepthook = self._hook
+        atexit.register(self._at_end)
 
     def end(self, error: BaseException | None = None) -> None:
         """End the watch with a loop of the user's.
@@ -111,7 +114,11 @@ class FailureWatch:
         self.close()
 
     def _at_end(self) -> None:
-        """End the watch with its owner, or with the process; others may have replaced ``sys.excepthook``."""
+        """End the watch with its owner, or with the process; others may have replaced ``sys.excepthook``.
+
+        The monitor's threads notice that the owner is gone. A finalizer would run inside whatever call has just made
+        the interpreter collect garbage, and wait there for threads which may need that very call to end.
+        """
         if self._process == os.getpid():  # a process that was forked from this one is no rank
             self.end(getattr(sys, "last_value", None))
 
@@ -121,6 +128,7 @@ class FailureWatch:
         monitor, self._monitor = self._monitor, None
         if bulletin is None or monitor is None:
             return
+        atexit.unregister(self._at_end)
         if sys.excepthook == self._hook:
             SYSTEM.excepthook = self._earlier
         monitor.stop()

@@ -222,7 +222,7 @@ def test_an_error_that_another_hook_has_kept_to_itself_is_seen_at_the_end(monkey
     (one, other), owners = watches()
     monkeypatch.setattr(sys, "last_value", ValueError("bad batch"), raising=False)
     del owners[1]
-    gc.collect()
+    until(lambda: other._bulletin is None)
     error = connection_lost()
     one.explain(error)
     assert "rank 1 failed first: ValueError: bad batch" in str(error)
@@ -235,8 +235,7 @@ def test_an_error_of_before_is_none_of_this_run(monkeypatch):
     (one, other), owners = watches()
     bulletin = one._bulletin
     owners.clear()
-    gc.collect()
-    assert (one._bulletin, other._bulletin) == (None, None)
+    until(lambda: (one._bulletin, other._bulletin) == (None, None))
     assert bulletin.known() is None
 
 
@@ -244,17 +243,48 @@ def test_a_watch_keeps_neither_its_owner_nor_threads_nor_an_error():
     class KeptError(Exception):
         pass
 
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     found, owners = watches()
-    assert threading.active_count() >= threads + 4
+    assert len(set(threading.enumerate()) - threads) >= 4
     error = KeptError()
     gone = weakref.ref(error)
     found[0].explain(error)
     del error
     owners.clear()
+    until(lambda: set(threading.enumerate()) <= threads)
     gc.collect()
-    until(lambda: threading.active_count() == threads)
     assert gone() is None
+
+
+def test_whoever_frees_the_owner_of_a_watch_does_not_wait_for_its_end(monkeypatch):
+    """Garbage may be collected in any call, also in one that the threads of the watch need to end."""
+    ends, leave = [], FailureWatch.close
+
+    def close(watch):
+        ends.append(threading.current_thread())
+        leave(watch)
+
+    monkeypatch.setattr(FailureWatch, "close", close)
+    found, owners = watches()
+    owners.clear()
+    assert threading.main_thread() not in ends
+    until(lambda: all(watch._bulletin is None for watch in found))
+    assert ends
+    assert threading.main_thread() not in ends
+
+
+def test_a_watch_ends_with_the_process(monkeypatch):
+    handlers = []
+    monkeypatch.setattr(failure_watch.atexit, "register", handlers.append)
+    monkeypatch.setattr(failure_watch.atexit, "unregister", handlers.remove)
+    (one, other), _owners = watches()
+    bulletin = one._bulletin
+    assert len(handlers) == 2
+    handlers[1]()
+    assert other._bulletin is None
+    assert not bulletin.remains(1)
+    one.close()
+    assert handlers == []
 
 
 def test_a_run_after_another_knows_nothing_of_its_failure():

@@ -1,5 +1,6 @@
 """A rank for which all others wait is named, and a lost one ends the job, with processes under a wall limit."""
 
+import gc
 import logging
 import os
 import signal
@@ -304,6 +305,32 @@ def test_a_debugger_of_the_main_thread_is_found_from_others():
         frame.f_trace = None
         sys.settrace(before)
     assert found == [True, True]
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_garbage_is_collected_while_the_interpreter_lists_its_threads(collects):
+    """What is freed would wait for threads that can neither begin nor end meanwhile."""
+    collections = []
+
+    def note(phase, info):
+        caller = sys._getframe(1)
+        if threading.current_thread() is threading.main_thread() and caller.f_code.co_name == "frames_of_threads":
+            collections.append(caller.f_lineno)
+
+    thresholds, before = gc.get_threshold(), gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    gc.set_threshold(1)
+    gc.callbacks.append(note)
+    try:
+        found = monitor.frames_of_threads()
+        after = gc.isenabled()
+    finally:
+        gc.callbacks.remove(note)
+        gc.set_threshold(*thresholds)
+        (gc.enable if before else gc.disable)()
+    assert collections == []
+    assert after == collects
+    assert found[threading.main_thread().ident] is not None
 
 
 @pytest.mark.skipif(not hasattr(sys, "monitoring"), reason="since Python 3.12")
