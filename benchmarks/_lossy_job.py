@@ -195,6 +195,15 @@ def kept_job(folder, port, silence=5.0, script="_lossy_fit.py", workers=WORKERS)
     return Job(folder, started(folder, *torchrun(workers), *keeper, HERE / script, folder), workers)
 
 
+def notes_folder(name):
+    """Return an empty folder for the notes of a job, which is made if there is none."""
+    folder = Path(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise SystemExit(f"{folder} must be empty: the notes of another job would count as those of this one")
+    return folder
+
+
 def end_after(seconds):
     """Raise an error in this process when so many seconds have passed."""
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from _lossy_job import TOTAL, account, end_after, kept_job
+from _lossy_job import TOTAL, account, end_after, kept_job, notes_folder
 from hardware import write_table
 
 HERE = Path(__file__).parent
@@ -240,8 +240,7 @@ def main():
     rng = random.Random(args.seed)
     kinds = drawn(rng, args.events, args.kinds)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(args.keep or temporary)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = notes_folder(args.keep or temporary)
         rows = train(kept_job(folder, 29871, args.silence), rng, kinds, args.mean, args.each)
     write_table(rows, args.out, "a training under random faults, on four workers")
 

@@ -18,11 +18,10 @@ import signal
 import tempfile
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import psutil
-from _lossy_job import check_replicas, check_samples, end_after, kept_job, steps_in_the_weights
+from _lossy_job import check_replicas, check_samples, end_after, kept_job, notes_folder, steps_in_the_weights
 from _soak_fit import SAMPLES, SHARES, TOTAL, accuracy_of
 from chaos import HERE, Chaos, drawn
 from hardware import write_table
@@ -211,8 +210,7 @@ def main():
     end_after(int(60 * (args.minutes + args.quiet) + 1200))
     signal.signal(signal.SIGTERM, lambda *_: exit(1))
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(args.keep or temporary)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = notes_folder(args.keep or temporary)
         job = kept_job(folder, 29881, args.silence, "_soak_fit.py", len(SHARES))
         rows = train(job, random.Random(args.seed), args.minutes, args.quiet, args.mean, args.drift, args.patience)
     write_table(rows, args.out, "an hour of the demo's training, with drift and faults")

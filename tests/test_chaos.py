@@ -115,3 +115,11 @@ def test_the_soak_gives_its_cores_and_its_longest_life(benchmarks):
     assert found["life_s"] == 990
     assert found["memory_after"] - found["memory_before"] == pytest.approx(480, abs=30)
     assert found["files_before"] == found["files_after"] == 5
+
+
+def test_notes_of_another_job_are_refused(benchmarks, tmp_path):
+    folder = benchmarks("_lossy_job").notes_folder(tmp_path / "new" / "notes")
+    assert folder.is_dir()
+    (folder / "notes-0-0-17.jsonl").touch()
+    with pytest.raises(SystemExit, match="must be empty"):
+        benchmarks("_lossy_job").notes_folder(folder)
