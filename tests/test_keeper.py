@@ -87,6 +87,14 @@ def test_the_others_know_at_each_moment_which_life_runs(board, tmp_path):
     assert seen == [(1, 0, RUNS), (1, 0, GONE), (1, 1, RUNS), (1, 1, OVER)]
 
 
+def test_each_restart_is_counted_in_the_log(board, caplog, monkeypatch):
+    monkeypatch.setattr(module.log, "propagate", True)
+    assert keeper(board, "import sys; sys.exit(3)", restarts=2).run() == 3
+    said = [f"worker 1 was lost (exit code 3); its keeper starts it again (restart {number})" for number in (1, 2)]
+    assert caplog.messages[:-1] == said
+    assert caplog.messages[-1] == "worker 1 was lost, and is not started again: the others go on without it"
+
+
 def test_a_lost_worker_is_no_failure_if_the_others_finish_training(board):
     board.tell(0, 0, RUNS)
     board.finish(0, 0)
@@ -100,8 +108,9 @@ def test_a_worker_that_fails_after_its_own_training_fails(board):
     assert keeper(board, "import sys; sys.exit(3)", restarts=5).run() == 3
 
 
-def test_a_keeper_that_has_given_up_waits_for_the_others(board):
-    board.tell(0, 0, RUNS)
+@pytest.mark.parametrize("state", [RUNS, GONE])
+def test_a_keeper_that_has_given_up_waits_for_the_others(board, state):
+    board.tell(0, 0, state)
     found = []
     thread = threading.Thread(target=lambda: found.append(kept._lives()), daemon=True)
     kept = keeper(board, "import sys; sys.exit(3)", restarts=0)
@@ -114,6 +123,51 @@ def test_a_keeper_that_has_given_up_waits_for_the_others(board):
     board.finish(0, 0)
     thread.join(timeout=30)
     assert found == [0]
+
+
+def test_a_keeper_that_has_given_up_ends_when_it_is_told_to(board):
+    asked = []
+
+    class Tells(SlotBoard):
+        def finished(self, slots, life=None):
+            if list(slots) != [0]:
+                return super().finished(slots, life)
+            asked.append(slots)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return len(asked) > 1
+
+    board.tell(0, 0, RUNS)
+    kept = keeper(board, "import sys; sys.exit(3)", restarts=0)
+    kept.board = Tells(board.store)
+    assert kept.run() == 3
+
+
+def test_who_holds_the_store_stays_while_others_run_or_are_started_again(board, monkeypatch):
+    kept = keeper(board, "")
+    states = iter([RUNS, GONE, OVER])
+    monkeypatch.setattr(board, "state_of", lambda slot: (0, next(states)))
+    kept.outlast()
+    assert list(states) == []
+    kept.outlast(0.0)  # the others are given so many seconds
+
+
+def test_a_keeper_shows_that_it_lives_until_its_end(board):
+    kept = keeper(board, "")
+    thread = threading.Thread(target=kept._beat, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 30
+    while board.read("beat/1") in (None, "1", "2"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    kept._over.set()
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+
+
+def test_no_worker_holds_the_store(board, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    code = "import os, sys; sys.exit(os.environ.get('TORCHELASTIC_USE_AGENT_STORE') != 'True')"
+    assert keeper(board, code, restarts=0).run() == 0
 
 
 def test_a_worker_that_falls_silent_is_killed(board, tmp_path):
@@ -142,11 +196,12 @@ def test_an_interpreter_that_ends_gets_more_time(board, tmp_path, monkeypatch, l
     board.store.set("pulse/1", f"0 {slots.ENDS}")
     code = NOTE + "import time; time.sleep((0.5 if sys.argv[2] == '60.0' else 60) if life == 0 else 0)"
     assert keeper(board, code, tmp_path / "notes", least, silence=0.1).run() == 0
-    assert len((tmp_path / "notes").read_text().splitlines()) == lives
+    assert board.state_of(1) == (lives - 1, OVER), "the one that is killed may have noted nothing yet"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_passed_on_and_nothing_starts_again(board, tmp_path, number):
+def test_a_signal_is_passed_on_and_nothing_starts_again(board, tmp_path, number, caplog, monkeypatch):
+    monkeypatch.setattr(module.log, "propagate", True)
     code = NOTE + "import time\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\nopen(sys.argv[2], 'w')\ntime.sleep(60)"
     kept = keeper(board, code, tmp_path / "notes", tmp_path / "ready", restarts=5)
 
@@ -158,6 +213,27 @@ def test_a_signal_is_passed_on_and_nothing_starts_again(board, tmp_path, number)
     threading.Thread(target=tell, daemon=True).start()
     assert kept.run() == 128 + number
     assert len((tmp_path / "notes").read_text().splitlines()) == 1
+    assert caplog.messages == [], "it was not lost"
+
+
+def test_a_signal_of_the_users_reaches_the_worker_which_is_started_again_when_it_is_lost(board, tmp_path):
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    code = NOTE + (
+        "import time\n"
+        "signal.signal(signal.SIGUSR1, lambda *given: sys.exit(3))\n"
+        "open(sys.argv[2], 'w')\n"
+        "time.sleep(20 if life == 0 else 0)"
+    )
+    kept = keeper(board, code, tmp_path / "notes", tmp_path / "ready")
+
+    def tell():
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    threading.Thread(target=tell, daemon=True).start()
+    assert kept.run() == 0
+    assert len((tmp_path / "notes").read_text().splitlines()) == 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends a worker with its keeper on Linux")
@@ -220,3 +296,35 @@ def test_arguments_of_the_script_are_its_own(monkeypatch, tmp_path):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     assert main(["--max-restarts", "0", str(script), "--max-restarts", "7", "-m"]) == 0
     assert (tmp_path / "argv").read_text() == "['--max-restarts', '7', '-m']"
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What ``main`` does with its keeper, which runs nothing."""
+    seen = []
+    monkeypatch.setattr(module, "job_board", lambda environment, host: seen.append(("holds the store", host)))
+    monkeypatch.setattr(Keeper, "run", lambda kept: seen.append(kept) or 7)
+    monkeypatch.setattr(Keeper, "outlast", lambda kept: seen.append("outlasts the others"))
+    for name, value in zip(module.NEEDED, ("0", "2", "127.0.0.1", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    return seen
+
+
+def test_options_reach_the_keeper(started):
+    given = ["--max-restarts", "5", "--min-workers", "2", "--silence", "7.5", "-m", "package.train", "--lr", "1"]
+    assert main(given) == 7
+    kept = started[1]
+    assert kept.command == [sys.executable, "-m", "package.train", "--lr", "1"]
+    assert (kept.slot, kept.slots, kept.restarts, kept.least, kept.silence) == (0, 2, 5, 2, 7.5)
+
+
+@pytest.mark.parametrize(("rank", "launcher", "host"), [("0", "False", True), ("0", "True", False), ("1", "", False)])
+def test_the_first_keeper_holds_the_store_to_the_end_unless_the_launcher_does(
+    started, monkeypatch, rank, launcher, host
+):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", launcher)
+    assert main(["train.py"]) == 7
+    assert started[0] == ("holds the store", host)
+    assert started[2:] == ["outlasts the others"] * host

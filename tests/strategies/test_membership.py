@@ -6,6 +6,7 @@ import signal
 import time
 import warnings
 from collections import Counter
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -16,7 +17,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import BlockTopK, HeteroDDPStrategy
+from lightning_hetero.comm.membership.state_transfer import WorkerState
+from lightning_hetero.config import HeteroConfig
+from lightning_hetero.strategies._checkpoints.residuals import KEY
 from lightning_hetero.strategies._lightning.membership import launcher
+from lightning_hetero.strategies._lightning.membership.strategy import MembershipMixin, config_of_members
 from tests.faults.faults import LinkCut
 from tests.kept import run_kept
 
@@ -528,6 +533,13 @@ def test_ranks_that_are_not_torchruns_are_refused(tmp_path):
     assert len(errors) == SLOTS
 
 
+def test_a_backend_whose_calls_do_not_end_is_refused(tmp_path):
+    codes, errors = told(tmp_path, _with_strategy, HeteroDDPStrategy(process_group_backend="nccl"), {})
+    assert all(codes)
+    assert all("the keeper needs process_group_backend='gloo', and this one is 'nccl'" in error for error in errors)
+    assert len(errors) == SLOTS
+
+
 def _fits_twice(folder):
     model = Suffers(folder, [])
     model.faults = []
@@ -629,3 +641,114 @@ def test_sigterm_ends_all_and_nothing_starts_again(tmp_path):
     assert {path.name for path in tmp_path.glob("stopped-*")} == {f"stopped-{slot}-0" for slot in range(SLOTS)}
     assert len({path.read_text() for path in tmp_path.glob("stopped-*")}) == 1, "all stop before the same batch"
     assert codes == [0, 0, 0]
+
+
+# the launcher and the settings alone, in this process
+
+LOST = "gloo: Connection closed by peer"
+
+
+class Meets(launcher.MembershipLauncher):
+    """Launcher of workers that meet at once, or whose meetings fail; notes what it brings along, and what it says."""
+
+    def __init__(self, function="fit", failing=()):
+        self.said, self.brought, self.failing = [], [], failing
+        say = self.said.append
+        roster = SimpleNamespace(generation=0, rank=0, changes=lambda patience: False)
+        roster.begin_fit, roster.finish = (lambda: say("begins")), (lambda: say("is over"))
+        outlive = lambda trainer: f"state of {len(self.brought)}"  # noqa: E731
+        strategy = SimpleNamespace(has_stepped=lambda: True, outlive_members=outlive)
+        super().__init__(SimpleNamespace(launch=self.launch_alone), strategy, roster)
+        self.trainer = SimpleNamespace(state=SimpleNamespace(fn=function), callbacks=[])
+
+    def launch_alone(self, function, *args, trainer):
+        self.said.append("alone")
+        return function(*args)
+
+    def _join(self, brought):
+        self.brought.append(brought)
+        if len(self.brought) in self.failing:
+            raise RuntimeError(LOST)
+
+    def fit(self, *errors):
+        """Launch a fit that fails with these errors, one after another, and then ends well."""
+        left = list(errors)
+
+        def fits():
+            if left:
+                raise left.pop(0)
+            return "done"
+
+        return self.launch(fits, trainer=self.trainer)
+
+
+def test_what_a_worker_brings_along_stays_if_others_are_lost_while_they_meet():
+    meets = Meets(failing=(2, 3))
+    assert meets.fit(RuntimeError(LOST)) == "done"
+    assert meets.brought == [None, "state of 1", "state of 1", "state of 1"]
+    assert meets.said == ["begins", "is over"]
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug of the user's"), RuntimeError("a bug"), KeyboardInterrupt()])
+def test_an_error_of_the_users_ends_the_fit(error):
+    meets = Meets()
+    with pytest.raises(type(error)):
+        meets.fit(error)
+    assert meets.brought == [None]
+    assert meets.said == ["begins"], "its keeper starts the worker again"
+
+
+def test_an_error_that_comes_from_a_lost_connection_is_one():
+    error, outer = ValueError("could not log"), RuntimeError("hook failed")
+    error.__context__ = RuntimeError(LOST)
+    outer.__cause__ = RuntimeError(LOST)
+    assert Meets().fit(error, outer) == "done"
+
+
+def test_who_is_told_to_end_says_that_the_training_is_over():
+    meets = Meets()
+    with pytest.raises(SystemExit):
+        meets.fit(SystemExit(0))
+    assert meets.said == ["begins", "is over"]
+
+
+def test_only_a_fit_goes_on_without_lost_workers():
+    meets = Meets("validate")
+    assert meets.fit() == "done"
+    assert meets.said == ["alone"]
+
+
+def test_a_later_fit_of_the_same_members_is_watched_as_well(monkeypatch):
+    said = []
+    roster = SimpleNamespace(generation=0, watch=lambda: said.append("watches"))
+    strategy = SimpleNamespace(begin_generation=lambda roster: said.append("takes the members over"))
+    monkeypatch.setattr(launcher.dist, "is_initialized", lambda: True)
+    assert launcher.MembershipLauncher(None, strategy, roster)._join(None) is None
+    assert said == ["takes the members over", "watches"]
+
+
+def test_settings_with_an_entry_for_each_worker_are_those_of_the_members():
+    given = HeteroConfig(max_local_batch_sizes=[8, 4, 2, 1], hierarchy=[[0], [1, 2], [3]])
+    found = config_of_members(given, [1, 2, 3])
+    assert found.max_local_batch_sizes == (4, 2, 1)
+    assert found.hierarchy == ((0, 1), (2,))
+
+
+def test_evaluation_data_are_split_among_the_members(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", str(SLOTS - 1))
+    devices, environment = [torch.device("cpu")] * SLOTS, TorchElasticEnvironment()
+    strategy = HeteroDDPStrategy(parallel_devices=devices, cluster_environment=environment)
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": SLOTS - 1, "rank": 1}
+
+
+def test_what_was_not_sent_is_put_back_once_although_the_set_up_fails():
+    asked, residuals = [], {"weights": torch.ones(2)}
+    strategy = HeteroDDPStrategy()
+    compression = SimpleNamespace(checkpoint=SimpleNamespace(topology=SimpleNamespace(clusters=None)))
+    strategy.engine = SimpleNamespace(world_size=2, compression=compression)
+    strategy._state = WorkerState((1, 6), 0, {}, {KEY: {}}, lambda again: asked.append(again) or residuals)
+    for _ in range(2):
+        checkpoint = MembershipMixin.load_checkpoint(strategy, launcher.PEERS)
+        assert checkpoint[KEY]["ranks"] == [{"residuals": residuals}] * 2
+    assert asked == [True]

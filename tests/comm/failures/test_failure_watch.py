@@ -337,21 +337,35 @@ class Broken:
         return getattr(self._store, name)
 
 
+def test_all_ranks_that_do_not_answer_are_named():
+    found, _owners = watches(4)
+    for watch in found[1:3]:
+        watch._monitor.stop()
+    error = connection_lost()
+    found[0].explain(error)
+    what = f"rank 1 failed first: {failure_watch.NO_ANSWER}, and neither do ranks [2]."
+    assert str(error).endswith(what)
+    for watch in found:
+        watch.close()
+
+
 @pytest.mark.parametrize(
-    ("how", "launcher", "said"),
+    ("how", "launcher", "over", "said"),
     [
-        ("gone", "", "rank 0 failed first: its process is gone, and the job's store with it."),
-        ("stopped", "", "rank 0 failed first: the job's store, which it holds, does not answer."),
-        ("gone", "True", "the launcher failed first: its process is gone, and the job's store with it."),
+        ("gone", "", False, "rank 0 failed first: its process is gone, and the job's store with it."),
+        ("gone", "", True, "rank 0 failed first: it takes no part any more, because its training has ended."),
+        ("stopped", "", False, "rank 0 failed first: the job's store, which it holds, does not answer."),
+        ("gone", "True", False, "the launcher failed first: its process is gone, and the job's store with it."),
     ],
 )
-def test_rank_0_is_named_if_the_store_is_gone_with_it(monkeypatch, how, launcher, said):
+def test_rank_0_is_named_if_the_store_is_gone_with_it(monkeypatch, how, launcher, over, said):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", launcher)
     monkeypatch.setattr(failure_watch, "SETTLE_SECONDS", 0.1)
     monkeypatch.setattr(failure_watch.dist, "PrefixStore", lambda _, store: store)
     store, owner = Broken(dist.HashStore(), how), Owner()
     watch = FailureWatch(1, 2)
     watch.begin(lambda: store, owner, lambda own: own.position)
+    watch._bulletin.over = over
     store.broken.set()
     error = connection_lost()
     watch.explain(error)

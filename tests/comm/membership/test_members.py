@@ -19,6 +19,21 @@ def test_a_generation_is_read_as_it_was_written():
     assert Generation.read(board, 2) is None
 
 
+def test_the_newest_generation_is_written_before_it_is_named():
+    """Another worker may look at any moment, and would otherwise begin with the first one."""
+    seen, store = [], dist.HashStore()
+
+    class Looks:
+        def set(self, key, value):
+            store.set(key, value)
+            seen.append(Generation.newest(SlotBoard(store)))
+
+    generations = [Generation(number, (Member(0, number),)) for number in range(2)]
+    for one in generations:
+        one.write(SlotBoard(Looks()))
+    assert seen == [None, generations[0], generations[0], generations[1]]
+
+
 def test_members_that_were_lost_and_an_opened_generation():
     board = SlotBoard(dist.HashStore())
     generation = Generation(0, (Member(0, 0), Member(1, 0), Member(2, 0)))

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch.distributed as dist
 
+from lightning_hetero.comm.membership import roster as module
 from lightning_hetero.comm.membership import slots
 from lightning_hetero.comm.membership.members import Generation, Member
 from lightning_hetero.comm.membership.roster import Roster, RosterSettings
@@ -73,6 +74,13 @@ def job():
 
 def members(*pairs):
     return tuple(Member(*pair) for pair in pairs)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def test_all_slots_make_the_first_generation(job):
@@ -148,6 +156,40 @@ def test_who_was_to_write_the_members_down_may_be_lost(job):
     assert set(found.values()) == {Generation(2, members((0, 0), (2, 0)))}
 
 
+def test_who_has_written_the_members_down_may_be_lost_right_then(job):
+    """The others are among them, and would wait for each other in two generations."""
+    job.met(0, 1, 2)
+    job.lose(1)
+    job.store.add("1/first", 1)
+    job.store.set("1/led by", "2 0")
+    written, board, read = Generation(1, members((0, 0), (2, 0))), job.rosters[0].board, SlotBoard.read
+
+    def read_late(key):
+        found = read(board, key)
+        if key == "1/led by" and 2 in job.rosters:
+            written.write(job.board())
+            job.lose(2)
+        return found
+
+    board.read = read_late
+    assert job.met(0) == {0: written}
+
+
+def test_a_generation_that_was_made_without_a_newcomer_is_not_its_own(job):
+    job.met(0, 1, 2)
+    job.lose(1)
+    job.store.add("1/first", 1)
+    job.store.set("1/led by", "0 0")
+    job.begin(1, 1)
+    threads, found = job.meet(1)
+    wait_until(lambda: job.board().read("1/in/1") == "1")
+    Generation(1, members((0, 0), (2, 0))).write(job.board())
+    wait_until(lambda: job.store.check(["2/first"]) or found)
+    job.met(0, 2)
+    threads[0].join(timeout=20)
+    assert found[1] == Generation(2, members((0, 0), (1, 1), (2, 0)))
+
+
 def test_all_lost_begin_anew_together(job):
     job.met(0, 1, 2)
     for slot in range(SLOTS):
@@ -169,6 +211,16 @@ def test_a_slot_that_no_other_life_follows_is_not_waited_for(job):
     job.board().tell(1, 0, OVER)
     job.begin(0, 1)
     job.begin(2, 1)
+    assert job.met(0, 2)[0].members == members((0, 1), (2, 1))
+
+
+def test_a_slot_whose_host_is_gone_is_not_waited_for(job, monkeypatch):
+    job.met(0, 1, 2)
+    for slot in range(SLOTS):
+        job.lose(slot)
+    job.begin(0, 1)
+    job.begin(2, 1)
+    monkeypatch.setattr(SlotBoard, "_keeper_lives", lambda board, slot: slot != 1)
     assert job.met(0, 2)[0].members == members((0, 1), (2, 1))
 
 
@@ -214,6 +266,21 @@ def test_fewer_than_the_least_wait_and_then_name_who_is_missing(job):
     assert all(isinstance(one, TimeoutError) for one in found.values())
 
 
+def test_a_survivor_in_a_long_step_is_waited_for_and_named(job, caplog, monkeypatch):
+    """However long it takes: the time that is bounded is that for newcomers that never come."""
+    monkeypatch.setattr(module.log, "propagate", True)
+    job.met(0, 1, 2)
+    job.lose(1)
+    job.rosters[0]._settings = RosterSettings(poll_s=0.005, notice_s=0.02, join_s=0.01)
+    threads, found = job.meet(0)
+    wait_until(lambda: caplog.messages or found)
+    threads += job.meet(2)[0]
+    for thread in threads:
+        thread.join(timeout=20)
+    assert found[0].members == members((0, 0), (2, 0))
+    assert caplog.messages[0] == "waiting for workers 2 to come back, for 0 s"
+
+
 def test_an_ended_training_refuses_a_newcomer(job):
     job.met(0, 1, 2)
     job.lose(1)
@@ -224,6 +291,40 @@ def test_an_ended_training_refuses_a_newcomer(job):
     [error] = job.met(1).values()
     assert isinstance(error, RuntimeError)
     assert "worker 1 was started again after the others had finished training" in str(error)
+
+
+def test_an_ended_training_refuses_all_newcomers(job, monkeypatch):
+    """Also one that waits for another to write the members down, whose script may go on after its error."""
+    monkeypatch.setattr(slots, "SILENCE_S", 600.0)
+    job.met(0, 1, 2)
+    job.rosters[0].finish()
+    for slot in (1, 2):
+        job.lose(slot)
+        job.begin(slot, 1)
+    found = job.met(1, 2)
+    assert sorted(str(error).partition(" was")[0] for error in found.values()) == ["worker 1", "worker 2"]
+
+
+def test_a_worker_of_an_ended_training_is_watched_no_more(job):
+    """The others end, and it may wait for something else in the rest of its script."""
+    job.met(0, 1, 2)
+    watch = job.rosters[0]._watch
+    job.rosters[0].finish()
+    assert not watch._thread.is_alive()
+
+
+def test_a_worker_that_waits_for_the_others_to_come_is_not_watched(job):
+    """They may be in a long step, and this one has left its own."""
+    job.met(0, 1, 2)
+    job.lose(1)
+    watch = job.rosters[0]._watch
+    threads, found = job.meet(0)
+    wait_until(lambda: job.store.check(["1/in/0"]))
+    assert not watch._thread.is_alive()
+    assert not found
+    threads += job.meet(2)[0]
+    for thread in threads:
+        thread.join(timeout=20)
 
 
 def test_the_members_of_an_ended_training_may_meet_for_another(job):
@@ -241,3 +342,19 @@ def test_lost_members_are_seen(job):
     job.lose(2)
     assert roster.lost == list(members((2, 0)))
     assert roster.changes(0.0)
+
+
+def test_an_opened_generation_is_a_change(job):
+    job.met(0, 1, 2)
+    job.store.add("1/first", 1)
+    assert job.rosters[0].changes(0.0)
+
+
+def test_a_later_fit_of_the_script_is_not_over(job):
+    job.met(0, 1, 2)
+    first = job.rosters[0]
+    first.begin_fit()
+    first.finish()
+    assert job.board().finished([0])
+    first.begin_fit()
+    assert not job.board().finished([0])

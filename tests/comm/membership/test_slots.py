@@ -78,6 +78,24 @@ def test_a_process_under_a_debugger_gives_no_pulse(board, monkeypatch):
     assert board.pulse_of(0, 0) == ""
 
 
+def test_a_pulse_that_was_given_is_taken_back_when_a_debugger_comes(board, monkeypatch):
+    monkeypatch.setattr(slots, "BEAT_S", 0.01)
+    monkeypatch.setattr(slots, "debugged", lambda: board.pulse_of(0, 0) != "")
+    pulse = Pulse(board, Slot(0, 2, 0)).start()
+    pulse._thread.join(timeout=20)
+    assert board.store.check(["pulse/0"])
+    assert board.pulse_of(0, 0) == ""
+
+
+def test_another_thread_gets_a_connection_of_its_own():
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    board = job_board(environment, host=True)
+    other = board.clone()
+    other.tell(0, 0, RUNS)
+    assert board.lives(0, 0)
+    assert other.store is not board.store
+
+
 def test_the_board_of_a_job_is_at_its_address_and_begins_anew_with_the_launcher():
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     host = job_board(environment, host=True)
