@@ -732,6 +732,32 @@ def test_lost_workers_are_those_of_the_benchmarks():
     same_when_rounded(share, 1 - total["cost_s"] / 3600)
 
 
+def test_the_hour_of_the_soak_is_that_of_the_benchmark():
+    table, result = quoted("soak")
+    kinds = ("kill", "segfault", "freeze", "pause", "link delay", "link cut")
+    for (_, faults, *cells), row in zip(table, result["rows"], strict=True):
+        same_when_rounded(faults, sum(row[kind] for kind in kinds))
+        names = ("drifts", "cores", "goodput", "per_core", "ratio", "longest_stall_s")
+        for cell, name in zip(cells, names, strict=True):
+            same_when_rounded(cell, row[name])
+    total = result["rows"][-1]
+    assert (total["void"], total["files_before"], total["threads_before"]) == (
+        0,
+        total["files_after"],
+        total["threads_after"],
+    )
+    said = " ".join(BENCHMARKS[BENCHMARKS.index("An hour of the demo's training") :].split())
+    pattern = (
+        r"All (\S+) samples of (\S+) epochs .*, in (\S+) steps .*; (\S+) of the test images .* Of (\S+) processes, "
+        r"(\S+) were .* longest, (\S+) s, had (\S+) open files and (\S+) threads .* from (\S+) to (\S+) MiB"
+        r".*\(load (\S+) before"
+    )
+    names = ("samples", "epochs", "steps", "accuracy", "lives", "restarts", "life_s", "files_before", "threads_before")
+    names = (*names, "memory_before", "memory_after", "load")
+    for text, name in zip(re.search(pattern, said).groups(), names, strict=True):
+        same_when_rounded(text, (total | {"restarts": total["lives"] - 3})[name])
+
+
 def test_gains_in_the_readme_and_in_short_are_those_of_the_tables():
     """The README and the first table of the benchmarks repeat figures of the tables below."""
     balance = {(row["cluster"], row["policy"]): row for row in quoted("balance")[1]["rows"]}
