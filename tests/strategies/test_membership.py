@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import time
 import warnings
 from collections import Counter
@@ -13,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -66,6 +68,8 @@ class Suffers(L.LightningModule):
         self.faults.remove(due[0])
         if due[0][4] == CUT:
             LinkCut().strike(None, None)
+        elif due[0][4] == EXIT:
+            sys.exit(3)
         elif due[0][4] == FAIL:
             raise RuntimeError("gloo: Connection closed by peer")
         else:
@@ -281,6 +285,7 @@ def outcome(
 
 
 KILL, STOP, CUT, FAIL = signal.SIGKILL, signal.SIGSTOP, "cut", "a call to the others fails"
+EXIT = "the script exits"
 
 
 def lives_of(faults):
@@ -294,6 +299,13 @@ def test_the_others_go_on_and_a_newcomer_joins(tmp_path, lost, where):
     found = outcome(tmp_path, faults)
     assert found.lives == lives_of(faults), "nobody else was started again"
     assert found.worlds() == {SLOTS - 1, SLOTS}
+    assert found.difference() < 1e-12
+
+
+def test_a_script_that_exits_in_training_is_lost_like_any_other(tmp_path):
+    faults = [(1, 0, 6, "forward", EXIT)]
+    found = outcome(tmp_path, faults)
+    assert found.lives == lives_of(faults)
     assert found.difference() < 1e-12
 
 
@@ -707,9 +719,16 @@ def test_an_error_that_comes_from_a_lost_connection_is_one():
 
 def test_who_is_told_to_end_says_that_the_training_is_over():
     meets = Meets()
-    with pytest.raises(SystemExit):
-        meets.fit(SystemExit(0))
+    with pytest.raises(SIGTERMException):
+        meets.fit(SIGTERMException())
     assert meets.said == ["begins", "is over"]
+
+
+def test_a_script_that_exits_says_nothing_for_the_others():
+    meets = Meets()
+    with pytest.raises(SystemExit):
+        meets.fit(SystemExit(3))
+    assert meets.said == ["begins"]
 
 
 def test_only_a_fit_goes_on_without_lost_workers():

@@ -24,6 +24,12 @@ from lightning_hetero.comm.membership.state_transfer import WorkerState, newest_
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+else:
+    try:
+        from lightning.pytorch.utilities.exceptions import SIGTERMException
+    except ImportError:  # only the standalone package is installed, or an old one
+        from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 __all__ = ["PEERS", "MembersChangeError", "MembershipLauncher", "lost_connection"]
 
@@ -89,7 +95,7 @@ class MembershipLauncher:
                 result = function(*given, **kwargs)
                 self._roster.finish()
                 return result
-            except SystemExit:  # all were told to end together, by SIGTERM: nobody is to begin anew
+            except SIGTERMException:  # all were told to end together: nobody is to begin anew
                 self._roster.finish()
                 raise
             except Exception as error:

@@ -9,8 +9,10 @@ __all__ = [
     "begin_of_step",
     "count_from_epoch_start",
     "count_logged_steps",
+    "end_epoch_as_usual",
     "end_validation",
     "forget_failed_batch",
+    "metrics_of_callbacks",
     "steps_added",
     "validate_again",
 ]
@@ -120,3 +122,17 @@ def validate_again(checkpoint: dict[str, Any]) -> None:
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
     for counts in (progress["total"], progress["current"]):
         counts.update(ready=1, started=1, processed=0, completed=0)
+
+
+def end_epoch_as_usual(trainer: "Trainer") -> None:
+    """Let schedulers that follow a metric step at the end of the epoch; call it when Lightning has resumed.
+
+    Lightning leaves them out in an epoch in which it has resumed, because it has not saved the metric.
+    """
+    trainer.fit_loop._restarting = False  # the loops inside it are still to know that they go on
+
+
+def metrics_of_callbacks(trainer: "Trainer") -> dict[str, Any]:
+    """Return the metrics that callbacks and schedulers look at, without computing any: the group may be gone."""
+    metrics: dict[str, Any] = trainer._logger_connector._callback_metrics
+    return metrics

@@ -21,13 +21,16 @@ from lightning_hetero.data.sampler import UnevenBatchSampler
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.strategies._checkpoints.residuals import KEY
 from lightning_hetero.strategies._lightning.base import LightningMixin
+from lightning_hetero.strategies._lightning.membership.joining import join_running
 from lightning_hetero.strategies._lightning.membership.launcher import PEERS, MembershipLauncher
 from lightning_hetero.strategies._lightning.membership.resume_point import (
     begin_of_step,
     count_from_epoch_start,
     count_logged_steps,
+    end_epoch_as_usual,
     end_validation,
     forget_failed_batch,
+    metrics_of_callbacks,
     steps_added,
     validate_again,
 )
@@ -36,6 +39,9 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 __all__ = ["MembershipMixin", "config_of_members"]
+
+METRICS = "lightning_hetero/callback_metrics"
+"""Key of what callbacks and schedulers look at, in the state that workers go on from."""
 
 STALE = "staleness"
 """Key of gradients in flight in the state of an engine, which must be equal on all ranks."""
@@ -126,11 +132,20 @@ class MembershipMixin(LightningMixin):
         """Fit from this state next."""
         self._state, self._trains = state, False
 
+    def setup_environment(self) -> None:
+        """Set up the process, and join a training that runs if there is one."""
+        super().setup_environment()
+        if self._state is not None:
+            join_running(self._pl_module.trainer)
+
     def on_train_start(self) -> None:
         """Note that the state is that of the training from now on."""
         super().on_train_start()
         if self._state is not None:
-            forget_failed_batch(self._pl_module.trainer)
+            trainer = self._pl_module.trainer
+            forget_failed_batch(trainer)
+            end_epoch_as_usual(trainer)
+            metrics_of_callbacks(trainer).update(self._state.checkpoint[METRICS])
         self._state, self._trains = None, True
 
     def has_stepped(self) -> bool:
@@ -184,6 +199,7 @@ class MembershipMixin(LightningMixin):
         if compression is not None:
             shared[KEY] = {**compression.state_dict_of_rank(), "residuals": {}}
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        checkpoint[METRICS] = dict(metrics_of_callbacks(trainer))
         batches = begin_of_step(checkpoint, trainer.accumulate_grad_batches, validating=trainer.validating)
         added = steps_added(trainer, checkpoint)
         count_logged_steps(checkpoint, added, automatic=self._pl_module.automatic_optimization)
