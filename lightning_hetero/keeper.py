@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -109,21 +109,25 @@ class Keeper:
     def _outcome_without(self, code: int) -> int:
         """Wait for the others, which go on without this slot; return 0 if they finish training, else ``code``."""
         others = [slot for slot in range(self.slots) if slot != self.slot]
-        log.warning("worker %d was lost, and is not started again: the others go on without it", self.slot)
+        without = ": the others go on without it" if self._any_runs(others) else ""
+        log.warning("worker %d was lost, and is not started again%s", self.slot, without)
         while not self._told:
             if self.board.finished(others):
                 log.warning("the others have finished training without worker %d", self.slot)
                 return 0
-            if not any(self.board.state_of(slot)[1] in (RUNS, GONE) for slot in others):
+            if not self._any_runs(others):
                 break
             time.sleep(BEAT_S)
         return code
+
+    def _any_runs(self, slots: Iterable[int]) -> bool:
+        return any(self.board.state_of(slot)[1] in (RUNS, GONE) for slot in slots)
 
     def outlast(self, seconds: float = 60.0) -> None:
         """Wait until no other slot runs: this process holds the store that they read."""
         until = time.monotonic() + seconds
         others = [slot for slot in range(self.slots) if slot != self.slot]
-        while time.monotonic() < until and any(self.board.state_of(slot)[1] in (RUNS, GONE) for slot in others):
+        while time.monotonic() < until and self._any_runs(others):
             time.sleep(BEAT_S / 4)
 
     def _live(self, life: int) -> int:

@@ -92,7 +92,7 @@ def test_each_restart_is_counted_in_the_log(board, caplog, monkeypatch):
     assert keeper(board, "import sys; sys.exit(3)", restarts=2).run() == 3
     said = [f"worker 1 was lost (exit code 3); its keeper starts it again (restart {number})" for number in (1, 2)]
     assert caplog.messages[:-1] == said
-    assert caplog.messages[-1] == "worker 1 was lost, and is not started again: the others go on without it"
+    assert caplog.messages[-1] == "worker 1 was lost, and is not started again", "nor does any other run"
 
 
 def test_a_lost_worker_is_no_failure_if_the_others_finish_training(board):
@@ -109,7 +109,8 @@ def test_a_worker_that_fails_after_its_own_training_fails(board):
 
 
 @pytest.mark.parametrize("state", [RUNS, GONE])
-def test_a_keeper_that_has_given_up_waits_for_the_others(board, state):
+def test_a_keeper_that_has_given_up_waits_for_the_others(board, state, caplog, monkeypatch):
+    monkeypatch.setattr(module.log, "propagate", True)
     board.tell(0, 0, state)
     found = []
     thread = threading.Thread(target=lambda: found.append(kept._lives()), daemon=True)
@@ -123,6 +124,8 @@ def test_a_keeper_that_has_given_up_waits_for_the_others(board, state):
     board.finish(0, 0)
     thread.join(timeout=30)
     assert found == [0]
+    said = ["is not started again: the others go on without it", "the others have finished training without worker 1"]
+    assert [message.endswith(end) for message, end in zip(caplog.messages, said, strict=True)] == [True, True]
 
 
 def test_a_keeper_that_has_given_up_ends_when_it_is_told_to(board):
