@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lightning_hetero.comm.agreement.backends import new_group
 from lightning_hetero.comm.agreement.group_lifetime import ended, leave, leave_ended, on_end, run
-from lightning_hetero.comm.failures.failure_watch import FailureWatch
+from lightning_hetero.comm.failures.failure_watch import FailureWatch, end_abandoned_watches
 from lightning_hetero.comm.membership.slots import refuse_lone_keeper
 from lightning_hetero.core.keywords import checked_keywords
 
@@ -81,6 +81,7 @@ class ControlPlane:
         self.failures = FailureWatch(rank, world_size, timeout)
         if world_size > 1:
             self.open()
+            end_abandoned_watches()
             self._group.barrier().wait()  # no rank is busy any more with making or using what is left now
             leave_ended()
             atexit.unregister(let_threads_go)

@@ -24,7 +24,7 @@ from lightning_hetero.comm.failures.rank_monitor import RankMonitor, end_process
 from lightning_hetero.comm.failures.store_calls import StoreCalls
 from lightning_hetero.comm.failures.store_keys import forget_keys
 
-__all__ = ["FailureWatch"]
+__all__ = ["FailureWatch", "end_abandoned_watches"]
 
 SYSTEM: Any = sys
 """The module, of which a hook is replaced for a while."""
@@ -38,6 +38,14 @@ GONE = "its process is gone, and the job's store with it"
 ENDED = "it takes no part any more, because its training has ended"
 
 Progress = tuple[int, int, bool]
+
+_open: "set[FailureWatch]" = set()
+
+
+def end_abandoned_watches() -> None:
+    """End the watches whose owners are gone; before another one begins, which removes what they have in the store."""
+    for watch in tuple(_open):
+        watch.end_if_abandoned()
 
 
 class FailureWatch:
@@ -55,7 +63,7 @@ class FailureWatch:
     def __init__(self, rank: int, world_size: int, timeout: timedelta | None = None) -> None:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self._store: Callable[[], dist.Store] | None = None
-        self._progress: Callable[[], Progress] = lambda: (0, 0, False)
+        self._place: Callable[[], Progress | None] = lambda: (0, 0, False)
         self._bulletin: Bulletin | None = None
         self._monitor: RankMonitor | None = None
         self._calls = StoreCalls(0.0, 0.0)
@@ -72,14 +80,22 @@ class FailureWatch:
         """
         reference = weakref.ref(owner)
 
-        def here() -> Progress:
+        def here() -> Progress | None:
             found = reference()
-            if found is None:
-                self._at_end()
-            return (0, 0, False) if found is None else progress(found)
+            return None if found is None else progress(found)
 
-        self._store, self._progress = store, here
+        self._store, self._place = store, here
         self.open()
+
+    def end_if_abandoned(self) -> None:
+        """End the watch if its owner is gone."""
+        if self._place() is None:
+            self._at_end()
+
+    def _progress(self) -> Progress:
+        """Return where the owner is, for the monitor's threads."""
+        self.end_if_abandoned()
+        return self._place() or (0, 0, False)
 
     def open(self) -> None:
         """Watch again after :meth:`close`; a collective call."""
@@ -101,6 +117,7 @@ class FailureWatch:
         self._earlier, self._hook, self._process = sys.excepthook, self._uncaught, os.getpid()
         SYSTEM.excepthook = self._hook
         atexit.register(self._at_end)
+        _open.add(self)
 
     def end(self, error: BaseException | None = None) -> None:
         """End the watch with a loop of the user's.
@@ -129,6 +146,7 @@ class FailureWatch:
         if bulletin is None or monitor is None:
             return
         atexit.unregister(self._at_end)
+        _open.discard(self)
         if sys.excepthook == self._hook:
             SYSTEM.excepthook = self._earlier
         monitor.stop()

@@ -273,6 +273,18 @@ def test_whoever_frees_the_owner_of_a_watch_does_not_wait_for_its_end(monkeypatc
     assert threading.main_thread() not in ends
 
 
+def test_abandoned_watches_end_before_another_begins(monkeypatch):
+    """Its rank 0 removes what they have in the store; the monitor's threads may be about to look."""
+    found, owners = watches()
+    for watch in found:
+        monkeypatch.setattr(watch._monitor, "_progress", lambda: (0, 0, False))
+    del owners[0]
+    failure_watch.end_abandoned_watches()
+    assert [watch._bulletin is None for watch in found] == [True, False]
+    found[1].close()
+    failure_watch.end_abandoned_watches()
+
+
 def test_a_watch_ends_with_the_process(monkeypatch):
     handlers = []
     monkeypatch.setattr(failure_watch.atexit, "register", handlers.append)
