@@ -3,6 +3,7 @@
 import atexit
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.comm.agreement.control_plane import ControlPlane, PlanMismatchError, check_digests
+from lightning_hetero.comm.failures import rank_monitor
 from tests.helpers import run_ranks
 
 WORLDS = [1, 3]
@@ -175,3 +177,23 @@ def _longest_waits(plane):
 
 def test_the_longest_wait_is_that_of_the_group_also_when_it_is_made_again():
     assert everywhere(2, _longest_waits) == [[timedelta(seconds=30)] * 2] * 2
+
+
+class Owner:
+    pass
+
+
+def _another(plane):
+    """An owner that is gone, with a monitor that looks once a minute, and another control plane."""
+    rank_monitor.SETTINGS = replace(rank_monitor.SETTINGS, poll_s=60.0, period_s=60.0)
+    store, owner = dist.distributed_c10d._get_default_store(), Owner()
+    plane.failures.begin(lambda: store, owner, lambda own: (0, 0, False))
+    runs = plane.failures._bulletin is not None
+    dist.barrier()  # all have opened it
+    del owner
+    ControlPlane(plane.rank, plane.world_size, timeout=plane.timeout).close()
+    return runs, plane.failures._bulletin is None
+
+
+def test_an_abandoned_watch_has_ended_on_all_ranks_when_there_is_another():
+    assert everywhere(2, _another) == [(True, True)] * 2
