@@ -1,5 +1,6 @@
 """Workers are lost and come during a fit: the others go on at once, with the same total and the same mathematics."""
 
+import inspect
 import json
 import os
 import signal
@@ -196,7 +197,16 @@ def train(folder, faults, arguments, late, accumulation=1, validates=True, valid
     loader = DataLoader(Numbers(), batch_size=LOCAL, shuffle=True)
     trainer.fit(model, loader, DataLoader(Numbers(), batch_size=30))
     end = {"weights": model.net.state_dict(), "step": trainer.global_step, "world": trainer.world_size}
+    end["prefixes"] = prefixes_of_errors()
     torch.save(end, folder / f"end-{model.slot}.pt")
+
+
+def prefixes_of_errors():
+    """How often torch puts a rank before each line of an uncaught error."""
+    hook, count = sys.excepthook, 0
+    while hook.__name__ == "_distributed_excepthook":
+        hook, count = inspect.getclosurevars(hook).nonlocals["old_hook"], count + 1
+    return count
 
 
 class Outcome:
@@ -235,6 +245,7 @@ class Outcome:
             assert sum(sizes) == LOCAL * SLOTS, step
             assert all(len(batch) == len(sizes) for batch in self.batches[step]), step
         assert {end["step"] for end in self.ends} == {steps}
+        assert {end["prefixes"] for end in self.ends} == {1}
         first = self.ends[0]["weights"]
         for end in self.ends[1:]:
             assert all(torch.equal(first[name], end["weights"][name]) for name in first)

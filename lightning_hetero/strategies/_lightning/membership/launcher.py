@@ -8,6 +8,7 @@ import gc
 import inspect
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -40,6 +41,9 @@ PEERS = "the workers that go on"
 
 PATIENCE_S = 10.0
 """Longest wait, after a connection was lost, for a word that a worker is lost."""
+
+SYSTEM: Any = sys
+"""The module, of which a hook is put back."""
 
 SIGNS = ("gloo", "NCCL", "Connection closed", "Connection reset", "connection was closed", "Broken pipe", "Socket")
 
@@ -75,6 +79,7 @@ class MembershipLauncher:
 
     def __init__(self, inner: Any, strategy: Any, roster: Roster) -> None:
         self._inner, self._strategy, self._roster = inner, strategy, roster
+        self._hooks = sys.excepthook, sys.excepthook  # before torch has made a group, and since
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -130,14 +135,7 @@ class MembershipLauncher:
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(roster.rank), str(roster.world_size)
         os.environ[GENERATION] = str(generation.number)
         strategy.begin_generation(roster)
-        with making_group():
-            dist.init_process_group(
-                strategy._get_process_group_backend(),
-                store=roster.store,
-                rank=roster.rank,
-                world_size=roster.world_size,
-                timeout=strategy._timeout,
-            )
+        self._make_group()
         state = newest_state(brought)
         if state is not None and state.progress[0] != roster.fits:
             raise MembershipError(
@@ -151,6 +149,22 @@ class MembershipLauncher:
                 "training goes on in step %d with workers %s, from the state that they have", state.progress[1], slots
             )
         return state
+
+    def _make_group(self) -> None:
+        """Make the default group; take away what torch has put before the lines of uncaught errors for the last one."""
+        before, since = self._hooks
+        if sys.excepthook is since:
+            SYSTEM.excepthook = before
+        before = sys.excepthook
+        with making_group():
+            dist.init_process_group(
+                self._strategy._get_process_group_backend(),
+                store=self._roster.store,
+                rank=self._roster.rank,
+                world_size=self._roster.world_size,
+                timeout=self._strategy._timeout,
+            )
+        self._hooks = before, sys.excepthook
 
 
 def leave_all_groups() -> None:
