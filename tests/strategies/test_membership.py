@@ -20,11 +20,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import BlockTopK, HeteroDDPStrategy
+from lightning_hetero.callbacks.base import policy_states
 from lightning_hetero.comm.membership.state_transfer import WorkerState
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.strategies._checkpoints.residuals import KEY
 from lightning_hetero.strategies._lightning.membership import launcher
-from lightning_hetero.strategies._lightning.membership.strategy import MembershipMixin, config_of_members
+from lightning_hetero.strategies._lightning.membership.launcher import PEERS
+from lightning_hetero.strategies._lightning.membership.strategy import STALE, MembershipMixin, config_of_members
 from tests.faults.faults import LinkCut
 from tests.kept import run_kept
 
@@ -755,6 +757,15 @@ def test_a_later_fit_of_the_same_members_is_watched_as_well(monkeypatch):
     monkeypatch.setattr(launcher.dist, "is_initialized", lambda: True)
     assert launcher.MembershipLauncher(None, strategy, roster)._join(None) is None
     assert said == ["takes the members over", "watches"]
+
+
+def test_stale_gradients_in_flight_are_those_of_the_source_on_all_workers():
+    """A worker that kept its own checkpoint may have got more of the messages in which another was lost."""
+    checkpoint = {"callbacks": {"HeteroPolicy": {"policy": {}, "engine": {STALE: "its own", "steps": 3}}}}
+    strategy = HeteroDDPStrategy(staleness=1)
+    strategy.go_on_from(WorkerState((1, 0, 0, 0), 0, checkpoint, {STALE: "the source's"}))
+    (found,) = policy_states(strategy.load_checkpoint(PEERS))
+    assert found["engine"] == {STALE: "the source's", "steps": 3}
 
 
 def test_settings_with_an_entry_for_each_worker_are_those_of_the_members():
