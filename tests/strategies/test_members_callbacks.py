@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroDDPStrategy
+from lightning_hetero.strategies._lightning.membership.joining import join_running
 from tests.kept import run_kept
 from tests.strategies.test_membership import EPOCHS, KILL, LOCAL, SLOTS, STEPS, Numbers, Suffers, wait_for
 
@@ -93,3 +94,15 @@ def test_rates_rows_and_files_are_those_of_an_undisturbed_training(tmp_path, mon
         assert len(files) == 1
     configs = list((tmp_path / "log").glob("*/config.yaml"))
     assert [path.read_text() for path in configs] == ["written once\n"]
+
+
+def test_loggers_and_callbacks_of_the_users_with_such_names_are_left_alone():
+    class CSVLogger:
+        pass
+
+    class SaveConfigCallback:
+        pass
+
+    callback = SaveConfigCallback()
+    join_running(SimpleNamespace(callbacks=[callback], loggers=[CSVLogger()], is_global_zero=True))
+    assert vars(callback) == {}

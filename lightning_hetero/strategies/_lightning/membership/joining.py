@@ -45,4 +45,5 @@ def go_on_in_file(logger: Any) -> None:
 
 
 def _is_a(thing: Any, name: str) -> bool:
-    return any(one.__name__ == name for one in type(thing).__mro__)
+    """Return whether a thing is of this class of Lightning's, whichever of its packages is installed."""
+    return any(one.__name__ == name and "lightning" in one.__module__.partition(".")[0] for one in type(thing).__mro__)
