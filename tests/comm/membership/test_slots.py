@@ -92,7 +92,7 @@ def test_another_thread_gets_a_connection_of_its_own():
     board = job_board(environment, host=True)
     other = board.clone()
     other.tell(0, 0, RUNS)
-    assert board.lives(0, 0)
+    wait_until(lambda: board.lives(0, 0))  # the store does not say when it has taken a value
     assert other.store is not board.store
 
 
@@ -101,7 +101,7 @@ def test_the_board_of_a_job_is_at_its_address_and_begins_anew_with_the_launcher(
     host = job_board(environment, host=True)
     guest = job_board(environment)
     host.tell(0, 0, RUNS)
-    assert guest.lives(0, 0)
+    wait_until(lambda: guest.lives(0, 0))
     assert job_board({**environment, "TORCHELASTIC_RESTART_COUNT": "1"}).state_of(0) == (-1, RUNS)
 
 
