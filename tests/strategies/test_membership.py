@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import BlockTopK, HeteroDDPStrategy
 from lightning_hetero.callbacks.base import policy_states
+from lightning_hetero.comm.gradients.averager import DDPMean
 from lightning_hetero.comm.membership.state_transfer import WorkerState
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.strategies._checkpoints.residuals import KEY
@@ -54,6 +55,14 @@ def loss_of(net, x):
     return (net(x).squeeze(1) - x.sum(1).sin()).square().mean()
 
 
+class EndlessMean(DDPMean):
+    """A sum that gloo does not end, as after a connection that ended in the middle of a message."""
+
+    def average(self, *args):
+        super().average(*args)
+        return torch.futures.Future()
+
+
 class Suffers(L.LightningModule):
     """Notes the samples of each step that begins, and that it was completed; is lost where the faults say so."""
 
@@ -75,6 +84,8 @@ class Suffers(L.LightningModule):
             sys.exit(3)
         elif due[0][4] == FAIL:
             raise RuntimeError("gloo: Connection closed by peer")
+        elif due[0][4] == ENDLESS:
+            self.trainer.strategy.engine.hook_state.use(EndlessMean(self.trainer.world_size))
         else:
             os.kill(os.getpid(), due[0][4])
 
@@ -298,7 +309,7 @@ def outcome(
 
 
 KILL, STOP, CUT, FAIL = signal.SIGKILL, signal.SIGSTOP, "cut", "a call to the others fails"
-EXIT = "the script exits"
+EXIT, ENDLESS = "the script exits", "a sum does not end"
 
 
 def lives_of(faults):
@@ -394,6 +405,13 @@ def test_links_are_cut_and_nobody_is_lost(tmp_path, where):
     found = outcome(tmp_path, [(1, 0, 6, where, CUT)], rejoin=False)
     assert found.lives == {(slot, 0) for slot in range(SLOTS)}, "nobody was started again"
     assert found.worlds() == {SLOTS}
+    assert found.difference() < 1e-12
+
+
+def test_who_waits_for_a_sum_that_gloo_does_not_end_goes_on(tmp_path):
+    (tmp_path / "expects-2-0").touch()
+    found = outcome(tmp_path, [(1, 0, 6, "forward", ENDLESS), (2, 0, 6, "forward", KILL)], rejoin=False)
+    assert found.lives == lives_of([(2, 0)]), "it was not started again"
     assert found.difference() < 1e-12
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_hetero.comm.agreement.bucket_futures import BucketFutures
 from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.comm.gradients.averager import DDPMean, GradientAverager, UserHook
 from lightning_hetero.comm.gradients.squared_norms import BucketSquares
@@ -52,6 +53,7 @@ class HookState:
         backwards: counts backward passes between two optimizer steps.
         backward_via_strategy: whether the running backward pass went through the strategy, which weights the loss.
         num_bytes: bytes of the gradients that were averaged so far.
+        futures: futures in front of those of the buckets, which can be failed; ``None`` if nobody is to fail them.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class HookState:
         self.backward_via_strategy, self.num_bytes = False, 0
         self._skipped = self._fired = False
         self._restored: dict[str, Any] = {}
-        self._running: deque[weakref.ref[Any]] = deque(maxlen=CALLBACKS_HELD)
+        self.futures: BucketFutures | None = None
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Keep this run out of copies and pickles of the model: torch registers the hook with neither."""
@@ -146,10 +148,6 @@ class HookState:
         self.backwards.begin_sending()
         self.num_bytes += num_bytes
 
-    def end_payout(self) -> None:
-        """Note that all residuals were added to buckets."""
-        self.residual_payout = None
-
     def skip_step(self) -> None:
         """Note that the running step was left out on all ranks."""
         self._skipped = True
@@ -178,8 +176,7 @@ class HookState:
 
     def hold(self, callback: Any) -> None:
         """Remember the callback of a bucket that was sent; the process group may hold it until :meth:`settle`."""
-        self.backwards.end_sending()
-        self._running.append(weakref.ref(callback))
+        self.backwards.end_sending(weakref.ref(callback))
 
     def settle(self, timeout: float = 5.0) -> None:
         """Wait until the process group's threads have released our callbacks, at most ``timeout`` seconds.
@@ -188,8 +185,14 @@ class HookState:
         the process ("terminate called without an active exception"), after a successful training.
         """
         deadline = time.monotonic() + timeout
-        while any(callback() is not None for callback in self._running) and time.monotonic() < deadline:
+        held = [*self.backwards.held, *(() if self.futures is None else self.futures.held)]
+        while any(callback() is not None for callback in held) and time.monotonic() < deadline:
             time.sleep(0.001)
+
+    def let_fail(self) -> BucketFutures:
+        """Put futures that another thread can fail in front of those of the next buckets, and return them."""
+        self.futures = BucketFutures()
+        return self.futures
 
     # checkpoints of stale gradients
 
@@ -220,10 +223,12 @@ class BackwardCheck:
         passes: backward passes since the last step.
         stepped: whether the optimizer has stepped.
         sending: whether a bucket is about to be sent, or was when its hook failed.
+        held: callbacks of the newest buckets that were sent.
     """
 
     def __init__(self) -> None:
         self.passes, self.stepped, self.sending = 0, False, False
+        self.held: deque[weakref.ref[Any]] = deque(maxlen=CALLBACKS_HELD)
 
     def begin_batch(self) -> None:
         """Count anew if the optimizer has stepped."""
@@ -239,9 +244,10 @@ class BackwardCheck:
         """Note that a bucket is about to be sent."""
         self.sending = True
 
-    def end_sending(self) -> None:
-        """Note that it was sent."""
+    def end_sending(self, callback: "weakref.ref[Any]") -> None:
+        """Note that it was sent, and its callback."""
         self.sending = False
+        self.held.append(callback)
 
     def step(self) -> None:
         """Check that a backward pass came before the optimizer step.
@@ -270,8 +276,10 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
     if squares.due and not fused:
         squares.take_local(buffer, bucket.parameters)
     if payout is not None and payout(bucket):
-        state.end_payout()
+        state.pay_out(None)
     future = averager.average(bucket, squares if fused else None)
+    if state.futures is not None:
+        future = state.futures.stand_in(future, buffer.device)
     parameters, stale = (bucket.parameters, averager.stale_parts) if squares.due else (None, False)
     travels_later = averager.flags.single_message and not bucket.is_last()
     if travels_later:  # with the last bucket: its wait is no communication of its own

@@ -1,10 +1,11 @@
-"""Thread that notices newcomers and lost members, and ends a process that is stuck after a loss."""
+"""Thread that notices newcomers and lost members, and frees or ends a process that is stuck after a loss."""
 
 import faulthandler
 import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 
 from lightning_hetero.comm.membership.members import Generation, Member, is_open
 from lightning_hetero.comm.membership.slots import SlotBoard
@@ -15,6 +16,8 @@ log = logging.getLogger("lightning_hetero")
 
 STUCK = 75
 """Exit code of a worker that ends so that its keeper starts another; it does not count as a failure."""
+LET_GO_S = 2.0
+"""Seconds of waiting, after a member was lost or has left, before this worker lets go of the calls that it waits in."""
 LOOK_S = 0.25
 """Seconds between two looks."""
 IDLE = 0.05
@@ -37,13 +40,16 @@ class MembersWatch:
         me: this worker.
         stuck_s: seconds after a member was lost, or has left, after which this process ends if it has not left the
             generation, and its main thread waits. A long computation is no fault: it leads to a call that fails.
+        let_go: makes the calls fail in which this process waits for others, as far as it can; called before.
 
     Attributes:
         next_is_open: whether someone has come for the next generation.
     """
 
-    def __init__(self, board: SlotBoard, generation: Generation, me: Member, stuck_s: float) -> None:
-        self._board, self._generation, self._me, self._stuck_s = board, generation, me, stuck_s
+    def __init__(
+        self, board: SlotBoard, generation: Generation, me: Member, stuck_s: float, let_go: Callable[[], object]
+    ) -> None:
+        self._board, self._generation, self._me, self._stuck_s, self._let_go = board, generation, me, stuck_s, let_go
         self.next_is_open = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lightning_hetero-members", daemon=True)
@@ -59,7 +65,7 @@ class MembersWatch:
         self._thread.join(timeout=2.0)
 
     def _run(self) -> None:
-        since, begun = None, 0.0
+        since, begun, held = None, 0.0, True
         while not self._over.wait(LOOK_S):
             try:
                 self.next_is_open = is_open(self._board, self._generation.number + 1)
@@ -75,6 +81,9 @@ class MembersWatch:
                 since, begun = now, spent
             elif now - since > self._stuck_s:
                 self._end(lost, now - since)
+            elif held and now - since > LET_GO_S:
+                held = False
+                self._let_go()
 
     def _end(self, lost: list[Member], waited: float) -> None:
         """End the process, and write where each of its threads is."""

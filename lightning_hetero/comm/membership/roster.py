@@ -10,7 +10,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from lightning_hetero.comm.membership.slots import OVER, SILENT, Pulse, Slot, Sl
 __all__ = ["Roster", "RosterSettings"]
 
 log = logging.getLogger("lightning_hetero")
+
+LET_GO = "Connection closed: a worker was lost or has left, and this one waited in vain for the sum of gradients"
+"""Error of a sum that gloo will not end."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Roster:
         self.generation: Generation | None = None
         self.fits = 0
         self._watch: MembersWatch | None = None
+        self._fail: Callable[[str], int] | None = None
 
     @classmethod
     @functools.cache
@@ -133,7 +137,20 @@ class Roster:
     def watch(self) -> None:
         """Watch the members of the generation."""
         self.leave()
-        self._watch = MembersWatch(self.board.clone(), self._present, self.me, self._settings.stuck_s).start()
+        watched = self.board.clone(), self._present, self.me
+        self._watch = MembersWatch(*watched, self._settings.stuck_s, self._let_go).start()
+
+    def fail_by(self, fail: Callable[[str], int]) -> None:
+        """Call this with an error when the worker waits in vain; it fails the calls that gloo does not, and counts."""
+        self._fail = fail
+
+    def _let_go(self) -> None:
+        """Make the calls fail in which this worker waits; those of the others in the same groups fail, too."""
+        log.debug("rank %d lets go of %d connections", self.rank, shut_down_groups())
+        if self._fail is not None and self._fail(LET_GO):
+            log.warning(
+                "worker %d leaves a sum of gradients that gloo does not end: a connection was lost", self.me.slot
+            )
 
     def leave(self) -> None:
         """Stop watching the members."""

@@ -153,7 +153,7 @@ class HeteroDDPMixin(OutOfMemoryMixin, UnevenStepsMixin, MembershipMixin):
         assert self.engine is not None
         self._require_one_checkpoint()
         self._check_module(self.engine)
-        self.keep_total(self.engine)
+        self.serve_members(self.engine)
         if self.config.probe_memory:
             module = self._pl_module
             self.engine.data.bound_by_memory(probe_module(self._trainer, module, self.root_device, self.config))

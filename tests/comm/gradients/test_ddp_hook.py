@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import time
 from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_hetero.comm.agreement import bucket_futures
 from lightning_hetero.comm.gradients.averager import GradientAverager
 from lightning_hetero.comm.gradients.ddp_hook import DIRECT_BACKWARD, BackwardCheck, HookState, gradient_hook
 from lightning_hetero.comm.gradients.squared_norms import GradientNorms
@@ -227,6 +229,26 @@ def test_a_bucket_whose_hook_failed_is_known_until_the_next_backward_pass():
     state.begin_reduction(8)
     state.hold(Held())
     assert not state.backwards.sending
+
+
+def test_settling_waits_for_callbacks_of_buckets_and_of_futures_in_front_of_them(monkeypatch):
+    monkeypatch.setattr(bucket_futures, "keep_groups", lambda: None)
+    state, callback, never = HookState(StepTimer(HostClock()), 1), Held(), torch.futures.Future()
+    state.hold(callback)
+    waited = [time_of(state.settle)]
+    del callback
+    futures = state.let_fail()
+    futures.stand_in(never, torch.device("cpu"))
+    waited.append(time_of(state.settle))
+    futures.fail("x", patience_s=0.0)
+    waited.append(time_of(state.settle))
+    assert [taken >= 0.2 for taken in waited] == [True, True, False]
+
+
+def time_of(settle):
+    began = time.monotonic()
+    settle(timeout=0.2)
+    return time.monotonic() - began
 
 
 class Held:

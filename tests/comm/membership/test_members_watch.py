@@ -26,7 +26,7 @@ board = SlotBoard(dist.HashStore())
 board.tell(0, 0, RUNS)
 board.tell(1, 0, GONE)
 generation = Generation(0, (Member(0, 0), Member(1, 0)))
-members_watch.MembersWatch(board, generation, Member(0, 0), stuck_s=0.05).start()
+members_watch.MembersWatch(board, generation, Member(0, 0), stuck_s=0.05, let_go=int).start()
 
 def waits_for_the_lost_one():
     threading.Event().wait(60)
@@ -82,7 +82,7 @@ def test_a_worker_that_leaves_in_time_goes_on():
     board.tell(0, 0, RUNS)
     board.tell(1, 0, GONE)
     generation = Generation(0, (Member(0, 0), Member(1, 0)))
-    watch = MembersWatch(board, generation, Member(0, 0), stuck_s=60.0).start()
+    watch = MembersWatch(board, generation, Member(0, 0), stuck_s=60.0, let_go=int).start()
     board.store.add("1/first", 1)
     deadline = time.monotonic() + 20
     while not watch.next_is_open:
@@ -95,7 +95,7 @@ def test_a_worker_that_leaves_in_time_goes_on():
 @pytest.mark.parametrize(("looks", "ends"), [("xxx", []), ("xxxx", [18]), ("xx-x", [])])
 def test_only_a_worker_that_waits_for_long_without_a_break_is_stuck(monkeypatch, looks, ends):
     """A look each 6 s, and one member that is lost, or comes back: its host was silent for a while."""
-    left, clock, found = list(looks), itertools.count(0, 6), []
+    left, clock, found, freed = list(looks), itertools.count(0, 6), [], []
 
     def lost(board, me):
         if not left:
@@ -106,7 +106,28 @@ def test_only_a_worker_that_waits_for_long_without_a_break_is_stuck(monkeypatch,
     monkeypatch.setattr(members_watch, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(members_watch, "main_thread_seconds", lambda: 0.0)
     generation = SimpleNamespace(number=0, lost=lost)
-    watch = MembersWatch(SlotBoard(dist.HashStore()), generation, Member(0, 0), stuck_s=15)
+    watch = MembersWatch(SlotBoard(dist.HashStore()), generation, Member(0, 0), 15, lambda: freed.append(True))
     watch._end = lambda lost, waited: found.append(waited)
     watch._run()
     assert found == ends
+    assert len(freed) == 1, "before it ends, and once"
+
+
+@pytest.mark.parametrize(("spent", "lets_go"), [(0.0, True), (1.0, False)])
+def test_only_a_worker_that_waits_lets_go_of_its_calls(monkeypatch, spent, lets_go):
+    """A look each second; the other computes, and its next call fails."""
+    clock, cpu, freed = itertools.count(), itertools.count(0, spent), []
+
+    def lost(board, me):
+        if next(looks) == 5:
+            watch._over.set()
+        return [Member(1, 0)]
+
+    looks = itertools.count()
+    monkeypatch.setattr(members_watch, "LOOK_S", 0.0)
+    monkeypatch.setattr(members_watch, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(members_watch, "main_thread_seconds", lambda: next(cpu))
+    generation = SimpleNamespace(number=0, lost=lost)
+    watch = MembersWatch(SlotBoard(dist.HashStore()), generation, Member(0, 0), 15, lambda: freed.append(True))
+    watch._run()
+    assert bool(freed) == lets_go

@@ -6,11 +6,12 @@ import time
 import pytest
 import torch.distributed as dist
 
+from lightning_hetero.comm.membership import members_watch, slots
 from lightning_hetero.comm.membership import roster as module
-from lightning_hetero.comm.membership import slots
 from lightning_hetero.comm.membership.members import Generation, Member
-from lightning_hetero.comm.membership.roster import Roster, RosterSettings
+from lightning_hetero.comm.membership.roster import LET_GO, Roster, RosterSettings
 from lightning_hetero.comm.membership.slots import GONE, OVER, RUNS, Slot, SlotBoard
+from lightning_hetero.strategies._lightning.membership.launcher import lost_connection
 
 QUICK = RosterSettings(poll_s=0.005, notice_s=0.05, join_s=0.5, stuck_s=60.0)
 SLOTS = 3
@@ -358,3 +359,21 @@ def test_a_later_fit_of_the_script_is_not_over(job):
     assert job.board().finished([0])
     first.begin_fit()
     assert not job.board().finished([0])
+
+
+def test_a_worker_that_waits_in_vain_for_a_lost_one_lets_go(job, monkeypatch):
+    """First of its connections, so that others need not wait for it, then of the sums that still wait."""
+    done = []
+    monkeypatch.setattr(module, "shut_down_groups", lambda: done.append("connections") or 2)
+    monkeypatch.setattr(members_watch, "LET_GO_S", 0.05)
+    monkeypatch.setattr(members_watch, "LOOK_S", 0.01)
+    monkeypatch.setattr(members_watch, "main_thread_seconds", lambda: 0.0)
+    job.met(0, 1, 2)
+    job.rosters[0].fail_by(lambda text: done.append(text) or 1)
+    job.rosters[1].leave()
+    job.lose(2)
+    wait_until(lambda: len(done) == 2)
+    assert done == ["connections", LET_GO]
+    time.sleep(0.1)
+    assert len(done) == 2
+    assert lost_connection(RuntimeError(LET_GO)), "else the worker would not go on"

@@ -123,10 +123,11 @@ class MembershipMixin(LightningMixin):
         self._given = self._given or self.config
         self.config = config_of_members(self._given, [one.slot for one in roster.generation.members])
 
-    def keep_total(self, engine: HeteroEngine) -> None:
-        """Keep the total batch of the workers that the job began with."""
+    def serve_members(self, engine: HeteroEngine) -> None:
+        """Keep the total batch of the workers that the job began with, and let sums fail when one of them is lost."""
         if self._roster is not None:
             engine.data.keep_total_of(self._roster.slot.slots)
+            self._roster.fail_by(engine.hook_state.let_fail().fail)
 
     def go_on_from(self, state: WorkerState | None) -> None:
         """Fit from this state next."""
