@@ -35,6 +35,7 @@ from lightning_hetero.engine.watch.watch import RunWatch
 from lightning_hetero.frontend.adaptive_total import AdaptiveTotal
 from lightning_hetero.strategies._lightning.ddp import HeteroDDPMixin
 from lightning_hetero.strategies._lightning.elastic.strategy import HeteroElasticMixin
+from tests.preemption import runs
 from tests.warm.interpreter import warmed
 
 ROOT = Path(__file__).parents[1]
@@ -756,6 +757,24 @@ def test_the_hour_of_the_soak_is_that_of_the_benchmark():
     names = (*names, "memory_before", "memory_after", "load")
     for text, name in zip(re.search(pattern, said).groups(), names, strict=True):
         same_when_rounded(text, (total | {"restarts": total["lives"] - 3})[name])
+
+
+def test_trainings_that_are_told_to_end_are_those_of_the_benchmark():
+    table, result = quoted("preemption")
+    groups = {}
+    for row in result["rows"]:
+        groups.setdefault((row["launcher"], row["front_end"]), []).append(row)
+    for (_, front_end, modes, *cells, longest), ((_, name), found) in zip(table, groups.items(), strict=True):
+        assert name in front_end.lower()
+        same_when_rounded(modes, len(found))
+        for cell, column in zip(cells, ("runs", "hang", "code", "steps", "checkpoint"), strict=True):
+            same_when_rounded(cell, sum(row[column] for row in found))
+        same_when_rounded(longest, max(row["longest_s"] for row in found))
+    assert {row["runs"] for row in result["rows"]} == {50}
+    assert {(row["launcher"], row["front_end"], row["mode"]) for row in result["rows"]} == set(runs.CASES)
+    faults = (ROOT / "docs" / "faults.md").read_text()
+    said = re.search(r"Of (\d+) trainings that were told to end", faults)[1]
+    assert int(said) == sum(row["runs"] for row in result["rows"])
 
 
 def test_gains_in_the_readme_and_in_short_are_those_of_the_tables():

@@ -1,14 +1,11 @@
-"""Trainings that are told to end at random moments, under each launcher: ``python -m tests.preemption.runs``.
+"""Trainings that are told to end at random moments, under each launcher; ``benchmarks/preemption.py`` runs all cases.
 
 Counted are jobs that did not end in time, exit codes other than those that the launcher has for a training that ends by
 itself, ranks that ended at different steps, and jobs that left no checkpoint that can be read.
 """
 
-import argparse
 import contextlib
-import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -237,40 +234,3 @@ CASES = {
     **{("torchrun", "lightning", mode): ("all", "one", "launcher") for mode in MODES},
 }
 """Launcher, front end and mode, and who may be told."""
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=50, help="of each case")
-    parser.add_argument("--only", nargs="*", default=[], help="launchers, front ends or modes")
-    parser.add_argument("--minutes", type=float, default=1e9, help="after which no run begins")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out")
-    args = parser.parse_args()
-    rows, until = [], time.monotonic() + 60 * args.minutes
-    for (launcher, front_end, mode), told in CASES.items():
-        if args.only and not set(args.only) <= {launcher, front_end, mode}:
-            continue
-        row = {"launcher": launcher, "front_end": front_end, "mode": mode, "runs": 0}
-        row |= dict.fromkeys(("hang", "code", "steps", "checkpoint"), 0)
-        longest = 0.0
-        for number in range(args.runs):
-            if time.monotonic() > until:
-                break
-            whom = told[number % len(told)]
-            rng = random.Random(f"{args.seed} {launcher} {front_end} {mode} {number}")
-            outcome = run(launcher, front_end, mode, whom, rng)
-            row["runs"] += 1
-            longest = max(longest, outcome.seconds)
-            for name in ("hang", "code", "steps", "checkpoint"):
-                if text := getattr(outcome, name):
-                    row[name] += 1
-                    print(f"--- {launcher} {front_end} {mode} {number}, told {whom}: {name}\n{text}", flush=True)
-        rows.append({**row, "longest_s": round(longest, 2)})
-        print(json.dumps(rows[-1]), flush=True)
-        if args.out:
-            Path(args.out).write_text(json.dumps(rows, indent=1))
-
-
-if __name__ == "__main__":
-    main()
