@@ -183,10 +183,14 @@ def goodput(steps, found, stormy):
 
 
 def stall(steps, event):
-    """Return the longest time without a completed step that a fault begins, at once or within half a second."""
+    """Return the longest time without a completed step that a fault begins, at once or within half a second.
+
+    If all workers were lost and began anew, no step before the fault counts any more: the time begins with the fault.
+    """
     times = np.array([step.time for step in steps])
     first, last = np.searchsorted(times, [event.at, event.at + 0.5], side="right")
-    return float(np.diff(times[max(first - 1, 0) : last + 1]).max())
+    begin = times[first - 1] if first else event.at
+    return float(np.diff([begin, *times[first : last + 1]]).max())
 
 
 def train(job, rng, kinds, mean, each, patience=60.0):

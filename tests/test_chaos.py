@@ -4,9 +4,13 @@ import importlib
 import logging
 import random
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from tests.kept import Forked, run_kept
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -27,6 +31,35 @@ def benchmarks():
         for name in set(sys.modules) - before:
             if Path(getattr(sys.modules[name], "__file__", None) or "").parent in (FOLDER, FOLDER.parent / "examples"):
                 del sys.modules[name]
+
+
+@pytest.fixture
+def job(benchmarks, tmp_path):
+    """A job whose keepers and workers are forked."""
+    fit = benchmarks("_lossy_fit")
+    given = (fit.fit, fit.WORKERS, tmp_path, 0.0005, False)
+    function = partial(run_kept, *given, restarts=100, silence=2.0, timeout=240.0)
+    return benchmarks("_lossy_job").Job(tmp_path, Forked(function, {}))
+
+
+@pytest.mark.timeout(280)
+def test_no_sample_is_lost_in_some_faults(benchmarks, job):
+    chaos = benchmarks("chaos")
+    kinds = ["kill", "link cut", "freeze", "pause", "segfault"]
+    *found, total = chaos.train(job, random.Random(1), kinds, 0.3, 3)
+    assert sorted(row["kind"] for row in found) == sorted(kinds)
+    assert total["events"] == len(kinds)
+    assert total["lives"] >= 4 + 3, "three were started again"
+    assert total["samples"] == 960 * total["epochs"]
+    assert total["goodput"] > 0
+    assert total["calm_goodput"] > 0
+
+
+def test_a_fault_that_loses_all_workers_costs_the_time_until_they_train_anew(benchmarks):
+    """No step from before the fault is in the weights."""
+    chaos, event = benchmarks("chaos"), SimpleNamespace(at=10.0)
+    assert chaos.stall([SimpleNamespace(time=at) for at in (14.0, 15.0)], event) == 4.0
+    assert chaos.stall([SimpleNamespace(time=at) for at in (9.5, 10.25, 12.75, 20.0)], event) == 2.5
 
 
 def lives(benchmarks, groups):

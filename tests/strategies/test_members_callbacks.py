@@ -76,9 +76,8 @@ def rows_of(path):
         return [int(row["step"]) for row in csv.DictReader(file) if row["loss"]]
 
 
-@pytest.mark.parametrize("monitor", ["val", "score"])
 @pytest.mark.parametrize("lost", [None, (0, 6), (1, 6), (0, STEPS // EPOCHS + 4)])
-@pytest.mark.parametrize("version", [None, "mine"])
+@pytest.mark.parametrize(("monitor", "version"), [("val", None), ("score", "mine")])
 def test_rates_rows_and_files_are_those_of_an_undisturbed_training(tmp_path, monitor, lost, version):
     faults = [] if lost is None else [(lost[0], 0, lost[1], "forward", KILL)]
     for slot, life, *_ in faults:
