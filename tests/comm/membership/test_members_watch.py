@@ -113,13 +113,13 @@ def test_only_a_worker_that_waits_for_long_without_a_break_is_stuck(monkeypatch,
     assert len(freed) == 1, "before it ends, and once"
 
 
-@pytest.mark.parametrize(("spent", "lets_go"), [(0.0, True), (1.0, False)])
-def test_only_a_worker_that_waits_lets_go_of_its_calls(monkeypatch, spent, lets_go):
-    """A look each second; the other computes, and its next call fails."""
+@pytest.mark.parametrize(("spent", "looked", "lets_go"), [(0.0, 5, True), (1.0, 5, False), (0.0, 2, False)])
+def test_only_a_worker_that_waits_for_a_while_lets_go_of_its_calls(monkeypatch, spent, looked, lets_go):
+    """A look each second; the second one computes, so that its next call fails, and the last soon waits no more."""
     clock, cpu, freed = itertools.count(), itertools.count(0, spent), []
 
     def lost(board, me):
-        if next(looks) == 5:
+        if next(looks) == looked:
             watch._over.set()
         return [Member(1, 0)]
 
