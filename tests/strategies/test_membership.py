@@ -786,6 +786,24 @@ def test_stale_gradients_in_flight_are_those_of_the_source_on_all_workers():
     assert found["engine"] == {STALE: "the source's", "steps": 3}
 
 
+def test_deferred_updates_are_applied_before_a_module_may_copy_its_weights():
+    done = []
+
+    def dump_checkpoint(weights_only):
+        done.append("dump")
+        raise LookupError
+
+    optimizers = SimpleNamespace(flush=lambda: done.append("flush"))
+    engine = SimpleNamespace(
+        compression=SimpleNamespace(optimizers=optimizers, state_dict_of_rank=dict),
+        hook_state=SimpleNamespace(stale_state=dict),
+    )
+    trainer = SimpleNamespace(_checkpoint_connector=SimpleNamespace(dump_checkpoint=dump_checkpoint))
+    with pytest.raises(LookupError):
+        MembershipMixin._state_of(SimpleNamespace(_roster=object()), trainer, engine)
+    assert done == ["flush", "dump"]
+
+
 def test_settings_with_an_entry_for_each_worker_are_those_of_the_members():
     given = HeteroConfig(max_local_batch_sizes=[8, 4, 2, 1], hierarchy=[[0], [1, 2], [3]])
     found = config_of_members(given, [1, 2, 3])
