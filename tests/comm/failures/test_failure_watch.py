@@ -314,6 +314,66 @@ def test_a_run_after_another_knows_nothing_of_its_failure():
         watch.close()
 
 
+def test_what_a_run_has_noted_is_removed_before_another_begins():
+    store = dist.HashStore()
+    found, _owners = watches(store=store)
+    prefix = "lightning_hetero/failures/1/"
+    assert any(key.startswith(prefix) for key in store.list_keys())
+    for watch in found:
+        watch.close()
+    for watch in found:
+        watch.open()
+    assert not [key for key in store.list_keys() if key.startswith(prefix)]
+    for watch in found:
+        watch.close()
+
+
+def test_a_watch_that_is_open_is_not_opened_again():
+    found, _owners = watches()
+    before = [(watch._bulletin, watch._monitor) for watch in found]
+    for watch in found:
+        watch.open()
+    assert [(watch._bulletin, watch._monitor) for watch in found] == before
+    for watch in found:
+        watch.close()
+
+
+def test_rank_0_says_that_its_training_is_over_only_if_it_has_not_failed():
+    for error in (None, ValueError("bad batch")):
+        (one, other), _owners = watches()
+        one.end(error)
+        other._bulletin.poll()
+        assert other._bulletin.over == (error is None)
+        other.close()
+
+
+@pytest.mark.parametrize(("launcher", "waits"), [("", [failure_watch.SETTLE_SECONDS] * 2), ("True", [])])
+def test_rank_0_waits_until_others_have_read_only_if_the_store_ends_with_it(monkeypatch, launcher, waits):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", launcher)
+    found, _owners = watches()
+    waited = []
+    for watch in found:
+        monkeypatch.setattr(watch._bulletin, "settle", waited.append)
+    for watch in found:
+        watch.explain(ValueError("bad batch"))
+        watch.close()
+    assert waited == waits
+
+
+def test_rank_0_says_what_another_has_told_before_its_own_error_is_printed(monkeypatch):
+    """Its monitor may not have come to it."""
+    said = []
+    monkeypatch.setattr(monitor.log, "error", lambda text, *given: said.append(text % given))
+    (one, other), _owners = watches()
+    one._monitor.stop()
+    other.explain(ValueError("bad batch"))
+    assert said == []
+    one.explain(connection_lost())
+    assert [text.splitlines()[0] for text in said] == ["rank 1 failed first: ValueError: bad batch"]
+    for watch in (one, other):
+        watch.close()
+
+
 @pytest.mark.parametrize("how", ["ends", "fails"])
 def test_a_forked_process_is_no_rank(tmp_path, how):
     (one, other), _owners = watches(store=dist.FileStore(str(tmp_path / "store"), 2))
@@ -371,18 +431,28 @@ def test_all_ranks_that_do_not_answer_are_named():
     ],
 )
 def test_rank_0_is_named_if_the_store_is_gone_with_it(monkeypatch, how, launcher, over, said):
+    assert said_without_store(monkeypatch, 1, how, launcher, over).endswith(said)
+
+
+@pytest.mark.parametrize("launcher", ["", "True"])
+def test_rank_0_names_nobody_if_the_store_is_gone(monkeypatch, launcher):
+    assert said_without_store(monkeypatch, 0, "gone", launcher) == "Connection closed by peer"
+
+
+def said_without_store(monkeypatch, rank, how, launcher, over=False):
+    """The error of a lost connection, as it is explained without the store."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", launcher)
     monkeypatch.setattr(failure_watch, "SETTLE_SECONDS", 0.1)
     monkeypatch.setattr(failure_watch.dist, "PrefixStore", lambda _, store: store)
     store, owner = Broken(dist.HashStore(), how), Owner()
-    watch = FailureWatch(1, 2)
+    watch = FailureWatch(rank, 2)
     watch.begin(lambda: store, owner, lambda own: own.position)
     watch._bulletin.over = over
     store.broken.set()
     error = connection_lost()
     watch.explain(error)
-    assert str(error).endswith(said)
     watch.close()
+    return str(error)
 
 
 def test_a_lost_child_is_killed_and_others_are_told(ended, monkeypatch):
@@ -397,6 +467,19 @@ def test_a_lost_child_is_killed_and_others_are_told(ended, monkeypatch):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -9
     until(lambda: {text.split(" ends")[0] for text in ended} == {"rank 0", "rank 1"})
     assert ended[0].startswith("rank 0 ends the training, which cannot go on: rank 1 is lost (it shows no sign")
+    for watch in (one, other):
+        watch.close()
+
+
+@pytest.mark.parametrize("launcher", ["True", ""])
+def test_others_are_told_that_rank_0_is_lost_if_the_store_outlives_it(ended, monkeypatch, launcher):
+    """Else the store does not answer either."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", launcher)
+    (one, other), _owners = watches()
+    failure = Failure(0, "it shows no sign of life, for 60 s", lost=True)
+    other._end(failure)
+    assert one._bulletin.known() == (failure if launcher else None)
+    assert "rank 1 ends the training, which cannot go on: rank 0 is lost (it shows no sign" in "".join(ended)
     for watch in (one, other):
         watch.close()
 

@@ -375,3 +375,118 @@ def test_rank_0_says_what_another_has_told_and_no_other_rank_does(lines):
 def test_ranks_that_begin_later_or_end_earlier_are_not_lost(tmp_path):
     assert len(set(run_ranks(_lasts_longer, 3, str(tmp_path), timeout=WALL))) == 1
     assert [line for rank in range(3) for line in said(tmp_path, rank) if "no sign" in line or "lost" in line] == []
+
+
+# in this thread, by a clock that stands still between two looks
+
+
+class Clock:
+    """Clock of this thread; a monitor that another test may have left goes on by the real one."""
+
+    now = 1000.0
+
+    def monotonic(self):
+        return self.now if threading.current_thread() is threading.main_thread() else time.monotonic()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time of monitors that run in this thread."""
+    clock = Clock()
+    monkeypatch.setattr(monitor, "time", clock)
+    return clock
+
+
+def look(watch, clock, *pauses):
+    """Let a monitor that has not been started look after each of these seconds."""
+    left = list(pauses)
+
+    def wait(_seconds):
+        if left:
+            clock.now += left.pop(0)
+            return False
+        return True
+
+    watch._over.wait = wait
+    watch._judge()
+
+
+def test_who_hears_nothing_from_the_store_accuses_only_the_rank_that_holds_it(lines, clock):
+    """Nobody knows then whether the others still leave signs of life."""
+    for rank, suspects in enumerate(["", "rank 0: the store that it holds does not answer, for 1 s"]):
+        lost = []
+        watch = watching(rank, 2, dist.HashStore(), lambda: (0, 3, True), lost.append)
+        watch._note(1 - rank, "7 0 3 1 0")
+        look(watch, clock, *[0.25] * 4)
+        assert (watch.suspects, lost) == (suspects, [])
+        look(watch, clock, *[0.25] * 4)
+        assert bool(lost) == bool(suspects)
+
+
+def test_a_process_that_was_stopped_itself_accuses_nobody(lines, clock):
+    lost = []
+    watch = watching(1, 2, dist.HashStore(), lambda: (0, 3, True), lost.append)
+    watch._note(0, "7 0 3 1 0")
+    look(watch, clock, 0.25, 100.0, 0.25)
+    assert (watch.suspects, lost, lines) == ("", [], [])
+    look(watch, clock, *[0.25] * 8)
+    assert [failure.rank for failure in lost] == [0]
+
+
+def test_rank_0_is_not_missed_after_its_end(lines, clock):
+    """Its last sign, or the end of the training, may be all that another rank has read."""
+    for end in ("of the monitor", "of the training", ""):
+        store, lost = dist.HashStore(), []
+        watch = watching(1, 2, store, lambda: (0, 3, True), lost.append)
+        watch._note(0, "over" if end == "of the monitor" else "7 0 3 0 0")
+        if end == "of the training":
+            Bulletin(0, 2, store).end()
+            watch._bulletin.poll()
+        watch._speak(clock.now, 1.0, (0, 3, True))
+        assert ("rank 0: it is in batch 3" in watch.suspects) == (not end)
+        look(watch, clock, *[0.25] * 8)
+        assert ("rank 0: the store that it holds does not answer" in watch.suspects) == (not end)
+        assert bool(lost) == (not end)
+
+
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        (Failure(2, "ValueError: bad"), ["rank 2 failed first: ValueError: bad"]),
+        (Failure(2, "no sign of life", lost=True), []),
+        (Failure(0, "ValueError: mine"), []),
+    ],
+    ids=["another's", "it ends the process", "its own"],
+)
+def test_rank_0_says_a_failure_that_nobody_else_says_there(lines, failure, said):
+    """Its own error is printed in any case, and so are the last words of its process."""
+    store, lost = dist.HashStore(), []
+    watch = watching(0, 3, store, lambda: (0, 3, True), lost.append)
+    Bulletin(2, 3, store).report(failure)
+    watch._bulletin.poll()
+    watch.learn()
+    assert lines == said
+    assert lost == [failure] * failure.lost
+
+
+def test_a_rank_has_time_to_fail_by_itself_after_another(lines, clock):
+    store, lost, failure = dist.HashStore(), [], Failure(2, "ValueError: bad")
+    watch = watching(0, 3, store, lambda: (0, 3, True), lost.append)
+    Bulletin(2, 3, store).report(failure)
+    watch._bulletin.poll()
+    watch.learn()
+    look(watch, clock, *[0.25] * 6)
+    assert lost == [], "1.5 s are not over"
+    look(watch, clock, 0.25)
+    assert lost == [failure]
+
+
+def test_a_monitor_whose_store_is_gone_is_cut_off():
+    class Gone:
+        def add(self, *given):
+            raise RuntimeError("Connection was reset by peer")
+
+    watch = watching(1, 2, Gone(), lambda: (0, 3, True))
+    assert not watch.cut_off
+    watch._beat()
+    assert watch.cut_off
