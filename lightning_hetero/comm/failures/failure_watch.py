@@ -157,7 +157,7 @@ class FailureWatch:
 
     def _leave(self, bulletin: Bulletin) -> None:
         bulletin.leave()
-        if self.rank == 0 and bulletin.first is None:
+        if self.rank == 0 and bulletin.known() is None:
             bulletin.end()
         self._settle(bulletin)
 
@@ -220,7 +220,7 @@ class FailureWatch:
 
     def _without_store(self, bulletin: Bulletin, problem: Exception) -> Failure | None:
         """Return the first failure as far as it is known when the store does not answer."""
-        if bulletin.first is not None or self.rank == 0:
+        if bulletin.first is not None or (self.rank == 0 and not launcher_holds_store()):
             return bulletin.first
         if bulletin.over:
             return Failure(0, ENDED)

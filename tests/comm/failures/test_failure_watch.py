@@ -338,13 +338,16 @@ def test_a_watch_that_is_open_is_not_opened_again():
         watch.close()
 
 
-def test_rank_0_says_that_its_training_is_over_only_if_it_has_not_failed():
-    for error in (None, ValueError("bad batch")):
-        (one, other), _owners = watches()
-        one.end(error)
-        other._bulletin.poll()
-        assert other._bulletin.over == (error is None)
-        other.close()
+@pytest.mark.parametrize("fails", [None, 0, 1])
+def test_rank_0_says_that_its_training_is_over_only_if_nobody_has_failed(monkeypatch, fails):
+    (one, other), _owners = watches()
+    monkeypatch.setattr(one._bulletin, "poll", lambda: False)  # it has not read yet what the other has told
+    if fails == 1:
+        other.explain(ValueError("bad batch"))
+    one.end(ValueError("bad batch") if fails == 0 else None)
+    other._bulletin.poll()
+    assert other._bulletin.over == (fails is None)
+    other.close()
 
 
 @pytest.mark.parametrize(("launcher", "waits"), [("", [failure_watch.SETTLE_SECONDS] * 2), ("True", [])])
@@ -434,9 +437,10 @@ def test_rank_0_is_named_if_the_store_is_gone_with_it(monkeypatch, how, launcher
     assert said_without_store(monkeypatch, 1, how, launcher, over).endswith(said)
 
 
-@pytest.mark.parametrize("launcher", ["", "True"])
-def test_rank_0_names_nobody_if_the_store_is_gone(monkeypatch, launcher):
-    assert said_without_store(monkeypatch, 0, "gone", launcher) == "Connection closed by peer"
+def test_rank_0_names_only_the_launcher_if_the_store_is_gone(monkeypatch):
+    assert said_without_store(monkeypatch, 0, "gone", "") == "Connection closed by peer"
+    said = "Connection closed by peer\nthe launcher failed first: its process is gone, and the job's store with it."
+    assert said_without_store(monkeypatch, 0, "gone", "True") == said
 
 
 def said_without_store(monkeypatch, rank, how, launcher, over=False):
