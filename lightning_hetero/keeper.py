@@ -22,6 +22,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from lightning_hetero.comm.membership.members import Generation
 from lightning_hetero.comm.membership.members_watch import STUCK
 from lightning_hetero.comm.membership.slots import (
     BEAT_S,
@@ -100,34 +101,35 @@ class Keeper:
                 return code if code >= 0 else 128 - code
             log.warning(
                 "worker %d was lost (exit code %d); its keeper starts it again (restart %d)",
-                self.slot,
-                code,
-                life + 1,
+                *(self.slot, code, life + 1),
             )
+            if life == 0 and Generation.newest(self.board) is None:
+                log.warning("no fit with strategy='hetero_ddp' has begun here: nothing else goes on without a worker")
             life += 1
 
     def _outcome_without(self, code: int) -> int:
         """Wait for the others, which go on without this slot; return 0 if they finish training, else ``code``."""
         others = [slot for slot in range(self.slots) if slot != self.slot]
-        without = ": the others go on without it" if self._any_runs(others) else ""
-        log.warning("worker %d was lost, and is not started again%s", self.slot, without)
+        without = ": the others go on without it" if self._run(others) >= self.least else ""
+        log.warning("worker %d was lost (exit code %d), and is not started again%s", self.slot, code, without)
         while not self._told:
             if self.board.finished(others):
                 log.warning("the others have finished training without worker %d", self.slot)
                 return 0
-            if not self._any_runs(others):
+            if not self._run(others):
                 break
             time.sleep(BEAT_S)
         return code
 
-    def _any_runs(self, slots: Iterable[int]) -> bool:
-        return any(self.board.state_of(slot)[1] in (RUNS, GONE) for slot in slots)
+    def _run(self, slots: Iterable[int]) -> int:
+        """Return how many of these slots run."""
+        return sum(self.board.state_of(slot)[1] in (RUNS, GONE) for slot in slots)
 
     def outlast(self, seconds: float = 60.0) -> None:
         """Wait until no other slot runs: this process holds the store that they read."""
         until = time.monotonic() + seconds
         others = [slot for slot in range(self.slots) if slot != self.slot]
-        while time.monotonic() < until and self._any_runs(others):
+        while time.monotonic() < until and self._run(others):
             time.sleep(BEAT_S / 4)
 
     def _live(self, life: int) -> int:
@@ -149,9 +151,16 @@ class Keeper:
             newest, now = self.board.pulse_of(self.slot, life), time.monotonic()
             if newest != sign or not newest:
                 sign, heard = newest, now
-            if now - heard > (max(self.silence, END_S) if newest.endswith(ENDS) else self.silence):
+            ends = newest.endswith(ENDS)
+            if now - heard > (max(self.silence, END_S) if ends else self.silence):
                 log.warning("worker %d has shown no sign of life for %.0f s and is killed", self.slot, now - heard)
                 worker.kill()
+                if ends and self.board.finished([self.slot], life):
+                    worker.wait()
+                    log.warning(
+                        "worker %d had finished training and its script; its interpreter did not end", self.slot
+                    )
+                    return 0
 
     def _start(self, environment: dict[str, str]) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(self.command, env=environment, preexec_fn=_end_with_parent)
@@ -224,6 +233,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if missing:
         command = f"torchrun --nproc-per-node=4 -m lightning_hetero.keeper {given.script}"
         options.error(f"{', '.join(missing)} not set. Start it by torchrun: {command}")
+    if not given.module and not os.path.exists(given.script):
+        options.error(f"{given.script} does not exist in {os.getcwd()}")
     slot, slots = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     if given.min_workers > slots:
         options.error(f"--min-workers {given.min_workers}: the job has {slots} workers")

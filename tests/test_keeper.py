@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from lightning_hetero import keeper as module
 from lightning_hetero.comm.membership import slots
+from lightning_hetero.comm.membership.members import Generation, Member
 from lightning_hetero.comm.membership.members_watch import STUCK
 from lightning_hetero.comm.membership.slots import GONE, OVER, RUNS, SlotBoard
 from lightning_hetero.keeper import Keeper, main
@@ -90,9 +91,28 @@ def test_the_others_know_at_each_moment_which_life_runs(board, tmp_path):
 def test_each_restart_is_counted_in_the_log(board, caplog, monkeypatch):
     monkeypatch.setattr(module.log, "propagate", True)
     assert keeper(board, "import sys; sys.exit(3)", restarts=2).run() == 3
-    said = [f"worker 1 was lost (exit code 3); its keeper starts it again (restart {number})" for number in (1, 2)]
-    assert caplog.messages[:-1] == said
-    assert caplog.messages[-1] == "worker 1 was lost, and is not started again", "nor does any other run"
+    first, hint, second, last = caplog.messages
+    said = "worker 1 was lost (exit code 3); its keeper starts it again (restart {})"
+    assert (first, second) == (said.format(1), said.format(2))
+    assert "no fit with strategy='hetero_ddp' has begun" in hint
+    assert last == "worker 1 was lost (exit code 3), and is not started again", "nor does any other run"
+
+
+def test_a_worker_that_is_lost_from_a_fit_is_told_nothing_of_strategies(board, caplog, monkeypatch):
+    monkeypatch.setattr(module.log, "propagate", True)
+    Generation(0, (Member(0, 0), Member(1, 0))).write(board)
+    keeper(board, "import sys; sys.exit(3)", restarts=1).run()
+    assert [message for message in caplog.messages if "hetero_ddp" in message] == []
+
+
+@pytest.mark.parametrize(("least", "go_on"), [(1, True), (2, False)])
+def test_fewer_than_the_fewest_workers_do_not_go_on(board, caplog, monkeypatch, least, go_on):
+    monkeypatch.setattr(module.log, "propagate", True)
+    board.tell(0, 0, RUNS)
+    kept = keeper(board, "import sys; sys.exit(3)", restarts=0, least=least)
+    monkeypatch.setattr(kept.board, "finished", lambda *_: bool(caplog.messages))
+    kept.run()
+    assert caplog.messages[0].endswith("the others go on without it") == go_on
 
 
 def test_a_lost_worker_is_no_failure_if_the_others_finish_training(board):
@@ -202,6 +222,14 @@ def test_an_interpreter_that_ends_gets_more_time(board, tmp_path, monkeypatch, l
     assert board.state_of(1) == (lives - 1, OVER), "the one that is killed may have noted nothing yet"
 
 
+@pytest.mark.parametrize(("sign", "code"), [(slots.ENDS, 0), ("7", 128 + signal.SIGKILL)])
+def test_an_interpreter_that_does_not_end_after_training_fails_nothing(board, monkeypatch, sign, code):
+    monkeypatch.setattr(module, "END_S", 0.1)
+    board.store.set("pulse/1", f"0 {sign}")
+    board.finish(1, 0)
+    assert keeper(board, "import time; time.sleep(60)", silence=0.1).run() == code
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_passed_on_and_nothing_starts_again(board, tmp_path, number, caplog, monkeypatch):
     monkeypatch.setattr(module.log, "propagate", True)
@@ -278,13 +306,14 @@ def test_without_a_launcher_it_says_how_to_start_it(monkeypatch, capsys):
         (["--min-workers", "3"], "--min-workers 3: the job has 2 workers"),
         (["--silence", "nan"], "nan is below"),
         (["--max", "1"], "unrecognized arguments: --max"),
+        (["nosuch.py"], "nosuch.py does not exist in "),
     ],
 )
 def test_options_out_of_range_are_named(monkeypatch, capsys, given, said):
     for name, value in zip(module.NEEDED, ("0", "2", "127.0.0.1", "1"), strict=True):
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
-        main([*given, "train.py"])
+        main([*given, __file__])
     assert said in capsys.readouterr().err
 
 
@@ -328,6 +357,6 @@ def test_the_first_keeper_holds_the_store_to_the_end_unless_the_launcher_does(
 ):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", launcher)
-    assert main(["train.py"]) == 7
+    assert main([__file__]) == 7
     assert started[0] == ("holds the store", host)
     assert started[2:] == ["outlasts the others"] * host

@@ -415,10 +415,17 @@ def test_who_waits_for_a_sum_that_gloo_does_not_end_goes_on(tmp_path):
     assert found.difference() < 1e-12
 
 
-def test_links_that_are_cut_again_before_a_step_are_an_error(tmp_path, monkeypatch):
-    """No group gets a step further, so that the workers would meet again and again."""
+def test_links_are_cut_again_before_a_step(tmp_path):
+    faults = [(1, 0, 6, "forward", CUT)] * (launcher.MEETINGS + 1)
+    found = outcome(tmp_path, faults, rejoin=False)
+    assert found.lives == {(slot, 0) for slot in range(SLOTS)}, "nobody was started again"
+    assert found.difference() < 1e-12
+
+
+def test_links_that_are_cut_again_and_again_before_a_step_are_an_error(tmp_path, monkeypatch):
+    """No group gets a step further, so that the workers would meet for ever."""
     monkeypatch.setattr(launcher, "PATIENCE_S", 1.0)
-    faults = [(1, 0, 6, "forward", CUT), (1, 0, 6, "forward", CUT)]
+    faults = [(1, 0, 6, "forward", CUT)] * (launcher.MEETINGS + 2)
     run_kept(train, SLOTS, tmp_path, faults, {}, False, restarts=0)
     assert len(list(tmp_path.glob("end-*.pt"))) < SLOTS
 

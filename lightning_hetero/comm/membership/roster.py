@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from lightning_hetero.comm.membership.group_sockets import shut_down_groups
-from lightning_hetero.comm.membership.members import Generation, Member, is_open
+from lightning_hetero.comm.membership.members import Generation, Member, MembershipError, is_open
 from lightning_hetero.comm.membership.members_watch import MembersWatch
 from lightning_hetero.comm.membership.slots import OVER, SILENT, Pulse, Slot, SlotBoard, job_board
 
@@ -121,6 +121,7 @@ class Roster:
         Raises:
             RuntimeError: if the training has ended without this worker.
             TimeoutError: if too few workers come.
+            MembershipError: if too few can come any more.
         """
         self.leave()
         newest = Generation.newest(self.board)
@@ -189,13 +190,14 @@ class Roster:
             missing = self._missing(() if before is None else before.members, arrived)
             if not missing and len(arrived) >= self.slot.least:
                 break
+            self._refuse_too_few({one.slot for one in arrived})
             waited = time.monotonic() - begun
             absent = missing or sorted(set(range(self.slot.slots)) - {one.slot for one in arrived})
-            who = f"workers {', '.join(map(str, absent))}"
+            who = f"worker{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}"
             if not missing and waited > self._settings.join_s:
                 raise TimeoutError(
                     f"{len(arrived)} workers came within {waited:.0f} s, and at least {self.slot.least} have to train: "
-                    f"{who} are missing. Start them, or lower --min-workers."
+                    f"{who} did not come. Start more, or lower --min-workers."
                 )
             if waited - named > self._settings.notice_s:
                 named = waited
@@ -222,6 +224,20 @@ class Roster:
         here = {one.slot for one in arrived}
         ended = (OVER, SILENT)
         return [one for one in range(self.slot.slots) if one not in here and self.board.state_of(one)[1] not in ended]
+
+    def _refuse_too_few(self, arrived: set[int]) -> None:
+        """Refuse to wait for workers that cannot come.
+
+        Raises:
+            MembershipError: if fewer than the fewest that train are left.
+        """
+        over = [one for one in range(self.slot.slots) if one not in arrived and self.board.state_of(one)[1] == OVER]
+        left = self.slot.slots - len(over)
+        if left < self.slot.least:
+            raise MembershipError(
+                f"{left} of {self.slot.slots} workers are left, and at least {self.slot.least} have to train: no other "
+                f"follows on {', '.join(map(str, over))}. Raise --max-restarts, or lower --min-workers."
+            )
 
     def _refuse_after_end(self, before: Generation | None) -> None:
         """Refuse to join if members of the generation before have finished training.

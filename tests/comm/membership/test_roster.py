@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lightning_hetero.comm.membership import members_watch, slots
 from lightning_hetero.comm.membership import roster as module
-from lightning_hetero.comm.membership.members import Generation, Member
+from lightning_hetero.comm.membership.members import Generation, Member, MembershipError
 from lightning_hetero.comm.membership.roster import LET_GO, Roster, RosterSettings
 from lightning_hetero.comm.membership.slots import GONE, OVER, RUNS, Slot, SlotBoard
 from lightning_hetero.strategies._lightning.membership.launcher import lost_connection
@@ -260,11 +260,29 @@ def test_fewer_than_the_least_wait_and_then_name_who_is_missing(job):
     [(first, error)] = found.items()
     assert isinstance(error, TimeoutError)
     assert "2 workers came within" in str(error)
-    assert "at least 3 have to train: workers 1 are missing" in str(error)
+    assert "at least 3 have to train: worker 1 did not come" in str(error)
     job.lose(first)  # its process ends, and the other one waits as long
     for thread in threads:
         thread.join(timeout=20)
     assert all(isinstance(one, TimeoutError) for one in found.values())
+
+
+@pytest.mark.parametrize(("state", "refused"), [(OVER, True), (GONE, False)])
+def test_nobody_waits_for_workers_that_no_other_follows(job, state, refused):
+    for slot in range(SLOTS):
+        job.begin(slot, 0, least=3)
+    job.met(0, 1, 2)
+    job.lose(1)
+    job.board().tell(1, 0, state)
+    threads, found = job.meet(0, 2)
+    wait_until(lambda: found)
+    [(first, error)] = found.items()
+    said = "2 of 3 workers are left, and at least 3 have to train: no other follows on 1. Raise --max-restarts"
+    assert (said in str(error)) == refused
+    assert isinstance(error, MembershipError if refused else TimeoutError)
+    job.lose(first)
+    for thread in threads:
+        thread.join(timeout=20)
 
 
 def test_a_survivor_in_a_long_step_is_waited_for_and_named(job, caplog, monkeypatch):
@@ -279,7 +297,7 @@ def test_a_survivor_in_a_long_step_is_waited_for_and_named(job, caplog, monkeypa
     for thread in threads:
         thread.join(timeout=20)
     assert found[0].members == members((0, 0), (2, 0))
-    assert caplog.messages[0] == "waiting for workers 2 to come back, for 0 s"
+    assert caplog.messages[0] == "waiting for worker 2 to come back, for 0 s"
 
 
 def test_an_ended_training_refuses_a_newcomer(job):

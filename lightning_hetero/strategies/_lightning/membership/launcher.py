@@ -42,6 +42,9 @@ PEERS = "the workers that go on"
 PATIENCE_S = 10.0
 """Longest wait, after a connection was lost, for a word that a worker is lost."""
 
+MEETINGS = 3
+"""How often workers of which none is lost meet in a row without a step between."""
+
 SYSTEM: Any = sys
 """The module, of which a hook is put back."""
 
@@ -80,6 +83,7 @@ class MembershipLauncher:
     def __init__(self, inner: Any, strategy: Any, roster: Roster) -> None:
         self._inner, self._strategy, self._roster = inner, strategy, roster
         self._hooks = sys.excepthook, sys.excepthook  # before torch has made a group, and since
+        self._in_vain = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -116,13 +120,17 @@ class MembershipLauncher:
     def _is_change(self, error: Exception) -> bool:
         """Return whether an error means that the members change, or meet again because their connections are lost.
 
-        If nobody is lost, they do so only after a step that they have completed: else they might meet for ever.
+        If nobody is lost, they do so a few times only without a step that they have completed: else they might meet for
+        ever.
         """
         if self._roster.generation is None:
             return False
         if isinstance(error, MembersChangeError):
             return True
-        return lost_connection(error) and (self._strategy.has_stepped() or self._roster.changes(PATIENCE_S))
+        if not lost_connection(error):
+            return False
+        self._in_vain = 0 if self._strategy.has_stepped() else self._in_vain + 1
+        return self._in_vain <= MEETINGS or self._roster.changes(PATIENCE_S)
 
     def _join(self, brought: WorkerState | None) -> WorkerState | None:
         """Meet the other members, and agree on the state to go on from."""
@@ -143,6 +151,11 @@ class MembershipLauncher:
                 f"are in fit {state.progress[0]}. A worker can be replaced in the first fit only; run the script again."
             )
         strategy.go_on_from(state)
+        if state is None and generation.number and roster.rank == 0:
+            log.warning(
+                "no worker has a state of the training any more: it begins as the script says, from the ckpt_path that "
+                "it gives to fit, or from the first step"
+            )
         if state is not None and roster.rank == 0:
             slots = ", ".join(str(one.slot) for one in generation.members)
             log.warning(
