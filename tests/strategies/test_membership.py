@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_hetero import BlockTopK, HeteroDDPStrategy
 from lightning_hetero.callbacks.base import policy_states
 from lightning_hetero.comm.gradients.averager import DDPMean
+from lightning_hetero.comm.membership.members import Generation, Member
 from lightning_hetero.comm.membership.state_transfer import WorkerState
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.strategies._checkpoints.residuals import KEY
@@ -782,6 +783,20 @@ def test_a_later_fit_of_the_same_members_is_watched_as_well(monkeypatch):
     monkeypatch.setattr(launcher.dist, "is_initialized", lambda: True)
     assert launcher.MembershipLauncher(None, strategy, roster)._join(None) is None
     assert said == ["takes the members over", "watches"]
+
+
+@pytest.mark.parametrize(("number", "said"), [(0, False), (2, True)])
+def test_a_training_that_begins_anew_because_all_were_lost_says_so(monkeypatch, caplog, number, said):
+    monkeypatch.setattr(launcher.log, "propagate", True)
+    monkeypatch.setattr(launcher, "newest_state", lambda _: None)
+    monkeypatch.setattr(launcher.MembershipLauncher, "_make_group", lambda _: None)
+    for name in ("RANK", "WORLD_SIZE", launcher.GENERATION):
+        monkeypatch.setenv(name, "0")
+    found = Generation(number, (Member(0, 1),))
+    roster = SimpleNamespace(generation=None, meet=lambda: found, rank=0, world_size=1)
+    strategy = SimpleNamespace(begin_generation=lambda _: None, go_on_from=lambda _: None)
+    launcher.MembershipLauncher(None, strategy, roster)._join(None)
+    assert ["it begins as the script says" in message for message in caplog.messages] == [True] * said
 
 
 def test_stale_gradients_in_flight_are_those_of_the_source_on_all_workers():
