@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.comm.agreement.group_lifetime import keep_groups
+from lightning_hetero.comm.membership.group_sockets import keep_groups
 
 __all__ = ["BucketFutures"]
 

@@ -6,7 +6,6 @@ when a training fails, a collective may be in flight, and leaving would wait for
 end; or the training may go on. When the next training begins, all ranks are past that.
 """
 
-import ctypes
 import threading
 import weakref
 from collections.abc import Callable
@@ -20,18 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.comm.failures.store_keys import forget_keys
 
-__all__ = [
-    "Owner",
-    "ended",
-    "free_group_last",
-    "go_on",
-    "keep_groups",
-    "leave",
-    "leave_ended",
-    "leave_ended_later",
-    "on_end",
-    "run",
-]
+__all__ = ["Owner", "ended", "free_group_last", "go_on", "leave", "leave_ended", "leave_ended_later", "on_end", "run"]
 
 Closer = Callable[[], Any]
 
@@ -110,15 +98,6 @@ def leave(group: Any) -> None:
             dist.destroy_process_group(group)
             if first:
                 forget_keys(dist.distributed_c10d._get_default_store(), f"{group.group_name}/")
-
-
-def keep_groups() -> None:
-    """Keep all process groups that there are for the rest of the process, also when they are destroyed.
-
-    To be called when a call in one of them will never end: who frees the group waits for that call.
-    """
-    for group in dist.distributed_c10d._world.pg_map:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # not in a list: it is emptied when the interpreter ends
 
 
 def free_group_last(model: DistributedDataParallel) -> None:

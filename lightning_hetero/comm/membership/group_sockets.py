@@ -4,12 +4,15 @@ Gloo has no way to end a call in flight: freeing a group waits for it, and two w
 When its sockets are shut down, the call fails on both sides.
 """
 
+import ctypes
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-__all__ = ["making_group", "shut_down_groups"]
+import torch.distributed as dist
+
+__all__ = ["keep_groups", "making_group", "shut_down_groups"]
 
 _made: set[str] = set()
 """Sockets, by the names that the kernel gives them and never gives again."""
@@ -50,3 +53,13 @@ def shut_down_groups() -> int:
                 count += 1
     _made.clear()
     return count
+
+
+def keep_groups() -> None:
+    """Keep all process groups that there are for the rest of the process, also when they are destroyed.
+
+    To be called when a call in one of them may never end, because a connection ended in the middle of its message: who
+    frees the group waits for that call.
+    """
+    for group in dist.distributed_c10d._world.pg_map:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # not in a list: it is emptied when the interpreter ends

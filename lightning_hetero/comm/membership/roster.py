@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from lightning_hetero.comm.membership.group_sockets import shut_down_groups
+from lightning_hetero.comm.membership.group_sockets import keep_groups, shut_down_groups
 from lightning_hetero.comm.membership.members import Generation, Member, MembershipError, is_open
 from lightning_hetero.comm.membership.members_watch import MembersWatch
 from lightning_hetero.comm.membership.slots import OVER, SILENT, Pulse, Slot, SlotBoard, job_board
@@ -79,12 +79,8 @@ class Roster:
             return None
         board = job_board(os.environ)
         found, pulse = cls(board, slot), Pulse(board, slot).start()
-        for end in (
-            shut_down_groups,
-            found.leave,
-            pulse.stop,
-        ):  # groups of two workers that end could wait for each other
-            atexit.register(end)
+        for end in (keep_groups, shut_down_groups, found.leave, pulse.stop):  # in reverse
+            atexit.register(end)  # groups of two workers that end could wait for each other, or for a message
         return found
 
     def begin_fit(self) -> None:

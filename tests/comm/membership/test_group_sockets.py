@@ -1,6 +1,9 @@
 """A worker leaves its process groups although a call in them waits for others."""
 
+import os
 import socket
+import subprocess
+import sys
 import threading
 
 import torch
@@ -8,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_hetero.comm.agreement.backends import new_group
 from lightning_hetero.comm.membership.group_sockets import making_group, shut_down_groups
-from tests.helpers import run_ranks
+from tests.helpers import free_port, run_ranks
 
 
 def _waits(rank):
@@ -60,3 +63,33 @@ def test_other_sockets_stay():
     assert shut_down_groups() == 0, "each is shut down once"
     for one in (listener, client, inside, server, first, second, reached, accepted):
         one.close()
+
+
+ENDS_IN_A_CALL = """
+import sys, time, torch, torch.distributed as dist
+from lightning_hetero.comm.membership.roster import Roster
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+if rank == 0:
+    assert Roster.of_process() is not None
+store = dist.TCPStore("127.0.0.1", port, is_master=False)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)  # its sockets are not known, and stay
+if rank == 1:
+    time.sleep(300)
+running = dist.all_reduce(torch.ones(4), async_op=True)
+print("the script is over")
+"""
+
+
+def test_a_worker_ends_although_a_call_does_not():
+    """Gloo may not notice that the connections are shut down."""
+    port = free_port()
+    holder = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    place = {"LIGHTNING_HETERO_SLOT": "0", "LIGHTNING_HETERO_SLOTS": "2", "LIGHTNING_HETERO_LIFE": "0"}
+    env = {**os.environ, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-c", ENDS_IN_A_CALL]
+    with subprocess.Popen([*command, "1", str(port)], env=env) as other:
+        done = subprocess.run([*command, "0", str(port)], env=env, capture_output=True, text=True, timeout=120)
+        other.kill()
+    assert done.stdout == "the script is over\n", done.stderr
+    assert done.returncode == 0, done.stderr
+    del holder
