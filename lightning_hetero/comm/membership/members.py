@@ -4,11 +4,15 @@ from dataclasses import dataclass
 
 from lightning_hetero.comm.membership.slots import SlotBoard
 
-__all__ = ["Generation", "Member", "MembershipError", "is_open"]
+__all__ = ["Generation", "Member", "MembershipError", "TrainingOverError", "is_open"]
 
 
 class MembershipError(RuntimeError):
     """Raised if a worker was lost, and training cannot go on with those that are left."""
+
+
+class TrainingOverError(RuntimeError):
+    """Raised if a worker comes after the others have finished training."""
 
 
 @dataclass(frozen=True, order=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from lightning_hetero.comm.membership.group_sockets import keep_groups, shut_down_groups
-from lightning_hetero.comm.membership.members import Generation, Member, MembershipError, is_open
+from lightning_hetero.comm.membership.members import Generation, Member, MembershipError, TrainingOverError, is_open
 from lightning_hetero.comm.membership.members_watch import MembersWatch
 from lightning_hetero.comm.membership.slots import OVER, SILENT, Pulse, Slot, SlotBoard, job_board
 
@@ -115,7 +115,7 @@ class Roster:
         """Return the next generation that has this worker among its members; waits for them.
 
         Raises:
-            RuntimeError: if the training has ended without this worker.
+            TrainingOverError: if the training has ended without this worker.
             TimeoutError: if too few workers come.
             MembershipError: if too few can come any more.
         """
@@ -239,13 +239,13 @@ class Roster:
         """Refuse to join if members of the generation before have finished training.
 
         Raises:
-            RuntimeError: if this worker was not one of them.
+            TrainingOverError: if this worker was not one of them.
         """
         members = () if before is None else before.members
         if self.me not in members and any(self.board.finished([one.slot], one.life) for one in members):
-            raise RuntimeError(
-                f"worker {self.me.slot} was started again after the others had finished training. It cannot take part "
-                "any more; run the rest of the script again from the last checkpoint."
+            raise TrainingOverError(
+                f"worker {self.me.slot} was started again after the others had finished training: nothing is left to "
+                "do, and its script ends here"
             )
 
     # while it lasts

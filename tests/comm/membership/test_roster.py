@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lightning_hetero.comm.membership import members_watch, slots
 from lightning_hetero.comm.membership import roster as module
-from lightning_hetero.comm.membership.members import Generation, Member, MembershipError
+from lightning_hetero.comm.membership.members import Generation, Member, MembershipError, TrainingOverError
 from lightning_hetero.comm.membership.roster import LET_GO, Roster, RosterSettings
 from lightning_hetero.comm.membership.slots import GONE, OVER, RUNS, Slot, SlotBoard
 from lightning_hetero.strategies._lightning.membership.launcher import lost_connection
@@ -308,7 +308,7 @@ def test_an_ended_training_refuses_a_newcomer(job):
         job.rosters[slot].finish()
     job.begin(1, 1)
     [error] = job.met(1).values()
-    assert isinstance(error, RuntimeError)
+    assert isinstance(error, TrainingOverError)
     assert "worker 1 was started again after the others had finished training" in str(error)
 
 

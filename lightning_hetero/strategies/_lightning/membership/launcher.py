@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lightning_hetero.comm.agreement.group_lifetime import leave_ended_later
 from lightning_hetero.comm.membership.group_sockets import making_group, shut_down_groups
-from lightning_hetero.comm.membership.members import MembershipError
+from lightning_hetero.comm.membership.members import MembershipError, TrainingOverError
 from lightning_hetero.comm.membership.roster import Roster
 from lightning_hetero.comm.membership.slots import GENERATION
 from lightning_hetero.comm.membership.state_transfer import WorkerState, newest_state
@@ -107,6 +107,9 @@ class MembershipLauncher:
             except SIGTERMException:  # all were told to end together: nobody is to begin anew
                 self._roster.finish()
                 raise
+            except TrainingOverError as error:
+                log.warning("%s", error)
+                raise SystemExit(0) from None
             except Exception as error:
                 if not self._is_change(error):
                     raise
