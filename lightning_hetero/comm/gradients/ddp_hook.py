@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.comm.agreement.bucket_futures import BucketFutures
+from lightning_hetero.comm.collectives.bucket_futures import BucketFutures
 from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.comm.gradients.averager import DDPMean, GradientAverager, UserHook
 from lightning_hetero.comm.gradients.squared_norms import BucketSquares

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_hetero.comm.agreement import bucket_futures
+from lightning_hetero.comm.collectives import bucket_futures
 from lightning_hetero.comm.gradients.averager import GradientAverager
 from lightning_hetero.comm.gradients.ddp_hook import DIRECT_BACKWARD, BackwardCheck, HookState, gradient_hook
 from lightning_hetero.comm.gradients.squared_norms import GradientNorms

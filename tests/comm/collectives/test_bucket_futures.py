@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_hetero.comm.agreement import bucket_futures
-from lightning_hetero.comm.agreement.bucket_futures import BucketFutures
+from lightning_hetero.comm.collectives import bucket_futures
+from lightning_hetero.comm.collectives.bucket_futures import BucketFutures
 from tests.helpers import free_port
 
 CPU = torch.device("cpu")
@@ -86,7 +86,7 @@ def test_older_callbacks_than_are_kept_in_view_may_fail(futures):
 
 STUCK = """
 import gc, os, sys, time, torch, torch.distributed as dist
-from lightning_hetero.comm.agreement.bucket_futures import BucketFutures
+from lightning_hetero.comm.collectives.bucket_futures import BucketFutures
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
