@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lightning_hetero.comm.collectives.async_ops import forward_result
 from lightning_hetero.comm.membership.group_sockets import keep_groups
 
 __all__ = ["BucketFutures"]
@@ -78,7 +79,4 @@ class BucketFutures:
         with self._lock:
             if self._open.pop(id(front), None) is None:
                 return
-        try:
-            front.set_result(done.value())
-        except Exception as error:  # noqa: BLE001 - it belongs to whoever waits
-            front.set_exception(error)
+        forward_result(front, done)
