@@ -78,7 +78,7 @@ class HeteroSession(TotalAccess):
         directory: Path | None = None,
         front_end: str = "own loop",
     ) -> None:
-        self.engine, self.directory, self.report = engine, directory, SessionReport(engine, front_end, directory)
+        self.engine, self.directory, self.report = engine, directory, SessionReport(engine, front_end, directory, self)
         # a custom loop may fetch several batches before a backward pass, and accumulates as it likes
         engine.weighting.hold_several()
         engine.rounds.keep_window()

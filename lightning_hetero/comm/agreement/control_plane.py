@@ -20,7 +20,17 @@ from lightning_hetero.comm.failures.failure_watch import FailureWatch, end_aband
 from lightning_hetero.comm.membership.slots import refuse_lone_keeper
 from lightning_hetero.core.keywords import checked_keywords
 
-__all__ = ["ControlPlane", "PlanMismatchError", "check_digests"]
+__all__ = ["ControlPlane", "PlanMismatchError", "before_another", "check_digests"]
+
+_before_another: list[Callable[[], Any]] = [end_abandoned_watches]
+
+
+def before_another(call: Callable[[], Any]) -> None:
+    """Call a function each time before another control plane begins in this process; the newest one first.
+
+    Another training begins then: what those before it have left can end.
+    """
+    _before_another.append(call)
 
 
 class PlanMismatchError(RuntimeError):
@@ -80,8 +90,9 @@ class ControlPlane:
         self._closers = on_end(self)
         self.failures = FailureWatch(rank, world_size, timeout)
         if world_size > 1:
+            for call in reversed(_before_another):
+                call()
             self.open()
-            end_abandoned_watches()
             self._group.barrier().wait()  # no rank is busy any more with making or using what is left now
             leave_ended()
             atexit.unregister(let_threads_go)

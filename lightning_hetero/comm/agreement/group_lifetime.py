@@ -19,7 +19,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.comm.failures.store_keys import forget_keys
 
-__all__ = ["Owner", "ended", "free_group_last", "go_on", "leave", "leave_ended", "leave_ended_later", "on_end", "run"]
+__all__ = [
+    "Owner",
+    "ended",
+    "free_group_last",
+    "go_on",
+    "leave",
+    "leave_ended",
+    "leave_ended_later",
+    "leave_soon",
+    "on_end",
+    "run",
+]
 
 Closer = Callable[[], Any]
 
@@ -48,6 +59,14 @@ def on_end(owner: Owner) -> list[Closer]:
 def _orphan(closers: list[Closer]) -> None:
     if closers:
         _orphans.append(closers)
+
+
+def leave_soon(group: Any) -> None:
+    """Leave a group that was made for nothing when the control plane begins, as all ranks have made it by then.
+
+    At once would be too early: with the group go its keys in the store, which another rank may need to connect.
+    """
+    _orphans.append([partial(leave, group)])
 
 
 def ended(*owners: Owner) -> None:

@@ -5,6 +5,7 @@ connections which rank failed first.
 """
 
 import atexit
+import gc
 import os
 import signal
 import sys
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from lightning_hetero.comm.failures import rank_monitor
 from lightning_hetero.comm.failures.bulletin import Bulletin, launcher_holds_store
 from lightning_hetero.comm.failures.failure import Failure, is_ordinary, of_connection
-from lightning_hetero.comm.failures.rank_monitor import RankMonitor, end_process
+from lightning_hetero.comm.failures.rank_monitor import ENDED, RankMonitor, end_process
 from lightning_hetero.comm.failures.store_calls import StoreCalls
 from lightning_hetero.comm.failures.store_keys import forget_keys
 
@@ -35,17 +36,43 @@ NO_STORE = (RuntimeError, ValueError, TimeoutError)
 """Errors of a store that is gone or does not answer."""
 NO_ANSWER = "it does not answer, because its process has ended without a word, or is stopped"
 GONE = "its process is gone, and the job's store with it"
-ENDED = "it takes no part any more, because its training has ended"
 
 Progress = tuple[int, int, bool]
 
 _open: "set[FailureWatch]" = set()
+_noted: set[int] = set()
+"""Runs whose notes rank 0 has to delete when all ranks have left them."""
 
 
 def end_abandoned_watches() -> None:
-    """End the watches whose owners are gone; before another one begins, which removes what they have in the store."""
-    for watch in tuple(_open):
+    """End the watches whose owners are gone, or only wait to be collected.
+
+    To be called before another watch begins, which deletes what all ranks have left in the store.
+    """
+    own = [watch for watch in _open if watch.of_this_process]
+    if own:
+        gc.collect()
+    for watch in own:
         watch.end_if_abandoned()
+
+
+def _bulletin_of(store: dist.Store, run: int, rank: int, world_size: int) -> Bulletin:
+    """Return the notes of a run, the first of which has number 1."""
+    return Bulletin(rank, world_size, dist.PrefixStore(_notes_of(run), store))
+
+
+def _notes_of(run: int) -> str:
+    """Return where the notes of a run are in the store."""
+    return f"lightning_hetero/failures/{run}"
+
+
+def _forget_ended(store: dist.Store, world_size: int) -> None:
+    """Delete the notes of the runs that all ranks have left."""
+    for run in sorted(_noted):
+        bulletin = _bulletin_of(store, run, 0, world_size)
+        if not any(map(bulletin.remains, range(world_size))):
+            forget_keys(store, f"{_notes_of(run)}/")
+            _noted.discard(run)
 
 
 class FailureWatch:
@@ -87,6 +114,11 @@ class FailureWatch:
         self._store, self._place = store, here
         self.open()
 
+    @property
+    def of_this_process(self) -> bool:
+        """``True`` but in a process that was forked from the one that watches: it is no rank."""
+        return self._process == os.getpid()
+
     def end_if_abandoned(self) -> None:
         """End the watch if its owner is gone."""
         if self._place() is None:
@@ -105,10 +137,10 @@ class FailureWatch:
         store = self._store()
         run = store.add(f"lightning_hetero/failures/{self.rank}", 1)  # all ranks open equally often
         own = store.clone() if hasattr(store, "clone") else store  # a connection that no other thread blocks
-        if self.rank == 0:  # all ranks have closed the watch before
-            forget_keys(own, f"lightning_hetero/failures/{run - 1}/")
-        prefixed = dist.PrefixStore(f"lightning_hetero/failures/{run}", own)
-        self._bulletin = Bulletin(self.rank, self.world_size, prefixed)
+        if self.rank == 0:
+            _forget_ended(own, self.world_size)
+            _noted.add(run)
+        self._bulletin = _bulletin_of(own, run, self.rank, self.world_size)
         _is_new(getattr(sys, "last_value", None), self)
         self._bulletin.sign_in()
         longest = settings.answer_s + 2 * SETTLE_SECONDS
@@ -136,7 +168,7 @@ class FailureWatch:
         The monitor's threads notice that the owner is gone. A finalizer would run inside whatever call has just made
         the interpreter collect garbage, and wait there for threads which may need that very call to end.
         """
-        if self._process == os.getpid():  # a process that was forked from this one is no rank
+        if self.of_this_process:
             self.end(getattr(sys, "last_value", None))
 
     def close(self) -> None:
@@ -229,7 +261,7 @@ class FailureWatch:
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Explain an exception that ends the process, before it is printed."""
-        if self._process == os.getpid():
+        if self.of_this_process:
             self.explain(error)
         self._earlier(kind, error, trace)
 

@@ -19,12 +19,13 @@ from typing import Any
 from lightning_hetero.comm.failures.bulletin import Bulletin
 from lightning_hetero.comm.failures.failure import Failure
 
-__all__ = ["MonitorSettings", "RankMonitor", "debugged", "end_process", "frames_of_threads"]
+__all__ = ["ENDED", "MonitorSettings", "RankMonitor", "debugged", "end_process", "frames_of_threads"]
 
 log = logging.getLogger("lightning_hetero")
 
 OVER = "over"
 """Last sign of a rank that stops monitoring: its silence from then on means nothing."""
+ENDED = "it takes no part any more, because its training has ended"
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class MonitorSettings:
         quiet_s: seconds without progress while others wait, after which a rank is named; it is named again each time
             the wait has doubled.
         lost_s: seconds without a sign of life after which the job ends; the rank is named after half of them. The
-            monitor's threads run whatever the main thread does, so the process must be stopped or gone.
+            monitor's threads run whatever the main thread does, so the process must be stopped or gone. Also the
+            longest wait in a backward pass for a rank that has ended its training, and so never comes.
         answer_s: seconds that ranks have to answer a roll call.
     """
 
@@ -213,34 +215,49 @@ class RankMonitor:
                 self._end(self._bulletin.first)
 
     def _speak(self, now: float, waiting: float, here: tuple[int, int, bool]) -> None:
-        suspects, me = [], self._bulletin.rank
-        quiet = min(self.settings.quiet_s, self.settings.lost_s / 2)
-        blind = now - self._answered > quiet
-        if blind and me and self._seen[0][0] != OVER and not self._bulletin.over:
-            suspects.append((0, now - self._answered, f"{self._bulletin.holder} does not answer", True))
-        for rank in self._watched:
-            sign, alive, moved = self._seen[rank]
-            if sign in ("", OVER) or (rank == 0 and self._bulletin.over):  # it has not begun, or has ended
-                continue
-            if now - alive > quiet and not blind:
-                suspects.append((rank, now - alive, "it shows no sign of life", True))
-            elif waiting > self.settings.quiet_s and sign.split()[1:4] == [str(here[0]), str(here[1]), "0"]:
-                what = f"it is in batch {here[1]} of epoch {here[0]} and has not come to its backward pass"
-                suspects.append((rank, min(waiting, now - moved), what, False))
+        suspects, me = self._suspected(now, waiting, here), self._bulletin.rank
         self.suspects = "; ".join(f"rank {rank}: {what}, for {seconds:.0f} s" for rank, seconds, what, _ in suspects)
         for rank, seconds, what, gone in suspects:
             if gone and seconds > self.settings.lost_s and not self._seen[rank][0].endswith(" 1"):
                 self._end(Failure(rank, f"{what}, for {seconds:.0f} s", lost=True))
                 return
-            if seconds > self._named.get(rank, quiet if gone else self.settings.quiet_s):
+            if seconds > self._named.get(rank, self._quiet_s if gone else self.settings.quiet_s):
                 self._named[rank] = 2 * seconds
-                log.warning(
-                    "rank %d waits for rank %d: %s, for %.0f s. Is its process stopped, swapping, or stuck?",
-                    *(me, rank, what, seconds),
-                )
+                ask = "" if what == ENDED else " Is its process stopped, swapping, or stuck?"
+                log.warning("rank %d waits for rank %d: %s, for %.0f s.%s", me, rank, what, seconds, ask)
         for rank in set(self._named) - {rank for rank, *_ in suspects}:
             del self._named[rank]
             log.info("rank %d goes on", rank)
+
+    @property
+    def _quiet_s(self) -> float:
+        """Seconds without a sign of life after which a rank is named."""
+        return min(self.settings.quiet_s, self.settings.lost_s / 2)
+
+    def _suspected(self, now: float, waiting: float, here: tuple[int, int, bool]) -> list[tuple[int, float, str, bool]]:
+        """Return the ranks that others wait for: for how long, why, and whether they can never come."""
+        suspects: list[tuple[int, float, str, bool]] = []
+        blind = now - self._answered > self._quiet_s
+        if blind and self._bulletin.rank and not self._has_ended(0):
+            suspects.append((0, now - self._answered, f"{self._bulletin.holder} does not answer", True))
+        for rank in self._watched:
+            sign, alive, moved = self._seen[rank]
+            if sign == "":  # it has not begun
+                continue
+            if self._has_ended(rank):  # it may have caught its error, and go on with something else
+                ended = min(waiting, now - alive)
+                if ended > self._quiet_s and not blind:
+                    suspects.append((rank, ended, ENDED, True))
+            elif now - alive > self._quiet_s and not blind:
+                suspects.append((rank, now - alive, "it shows no sign of life", True))
+            elif waiting > self.settings.quiet_s and sign.split()[1:4] == [str(here[0]), str(here[1]), "0"]:
+                what = f"it is in batch {here[1]} of epoch {here[0]} and has not come to its backward pass"
+                suspects.append((rank, min(waiting, now - moved), what, False))
+        return suspects
+
+    def _has_ended(self, rank: int) -> bool:
+        """Return whether a rank has said that its training is over."""
+        return self._seen[rank][0] == OVER or (rank == 0 and self._bulletin.over)
 
 
 def end_process(text: str) -> Any:

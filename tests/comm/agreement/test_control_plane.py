@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.comm.agreement.control_plane import ControlPlane, PlanMismatchError, check_digests
+from lightning_hetero.comm.agreement.control_plane import ControlPlane, PlanMismatchError, before_another, check_digests
 from lightning_hetero.comm.failures import rank_monitor
 from tests.helpers import run_ranks
 
@@ -197,3 +197,19 @@ def _another(plane):
 
 def test_an_abandoned_watch_has_ended_on_all_ranks_when_there_is_another():
     assert everywhere(2, _another) == [(True, True)] * 2
+
+
+def _before(rank):
+    """What is called before a control plane begins, and how many groups there are then."""
+    dist.init_process_group("gloo")
+    called = []
+    for name in ("first", "second"):
+        before_another(lambda name=name: called.append((name, len(dist.distributed_c10d._world.pg_map))))
+    ControlPlane(rank, 2)
+    dist.destroy_process_group()
+    return called
+
+
+def test_what_earlier_trainings_have_left_ends_before_another_begins_the_newest_first():
+    """Records, which keep their engines, end before the watches that end with the engines."""
+    assert run_ranks(_before, 2) == [[("second", 1), ("first", 1)]] * 2

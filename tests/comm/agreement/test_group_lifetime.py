@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockTopK, HeteroDDPStrategy
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
-from lightning_hetero.comm.agreement.group_lifetime import ended, free_group_last, go_on, leave_ended
+from lightning_hetero.comm.agreement.group_lifetime import ended, free_group_last, go_on, leave_ended, leave_soon
 from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.strategies._lightning.membership.launcher import leave_all_groups
 from tests.helpers import Points, Regressor, run_ranks, trainer_of
@@ -78,6 +78,33 @@ def test_groups_of_a_training_that_goes_on_are_not_left():
     leave_ended()
     leave_ended()
     assert (over.calls, goes_on.calls) == (["close"], ["open"])
+
+
+def _left_soon(rank):
+    """Groups and keys before, with a group that was made for nothing, and after the next control plane began."""
+    dist.init_process_group("gloo")
+    keys, counts = dist.distributed_c10d._get_default_store().num_keys, []
+
+    def count():
+        dist.barrier()
+        counts.append((len(dist.distributed_c10d._world.pg_map), keys()))
+        dist.barrier()
+
+    first = ControlPlane(rank, 2)
+    for step in (None, lambda: leave_soon(dist.new_group()), lambda: ControlPlane(rank, 2)):
+        kept = step and step()
+        count()
+    assert first.gather_objects(rank) == kept.gather_objects(rank) == [0, 1]
+    dist.destroy_process_group()
+    return counts
+
+
+def test_a_group_that_was_made_for_nothing_is_left_when_all_ranks_have_made_it():
+    """Its keys in the store go with it, which another rank may need to connect."""
+    for before, made, after in run_ranks(_left_soon, 2):
+        assert (made[0] - before[0], after[0] - made[0]) == (1, 0), "one comes and one goes"
+        assert made[1] > before[1]
+        assert after[1] == made[1]
 
 
 def test_a_group_that_cannot_be_left_keeps_nobody_when_members_change(monkeypatch):
@@ -163,8 +190,11 @@ def fabric(rank, world_size, settings):
     return counts
 
 
-def accelerate(rank, world_size, settings):
-    """``end_training`` would end the process group, so that no other training could follow."""
+def accelerate(rank, world_size, settings, dropped=False):
+    """``end_training`` would end the process group, so that no other training could follow.
+
+    One that is only dropped, in the middle of a pass, ends when the next one begins.
+    """
     from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
 
     counts = []
@@ -177,6 +207,11 @@ def accelerate(rank, world_size, settings):
             accelerator.backward(model(x).square().mean())
             optimizer.step()
             optimizer.zero_grad()
+            if dropped and accelerator.hetero_session.position[1] == 5:
+                break
+        if dropped:
+            counts.append(left(counts))
+            continue
         accelerator.free_memory()
         session = weakref.ref(accelerator.hetero_session)
         del accelerator, model, optimizer, loader
@@ -226,12 +261,13 @@ def sharded(rank, world_size, settings):
         (lightning, {**HIERARCHY, **COMPRESSED}, (False, True)),
         (fabric, HIERARCHY, ()),
         (accelerate, HIERARCHY, ()),
+        (accelerate, {"replan": 2}, (True,)),
         (elastic, {}, ()),
         (sharded, {}, ()),
         (sharded, {"replicate_size": 2}, ()),
     ],
     ids=[
-        *("lightning", "compressed", "hierarchy", "again", "fails", "fabric", "accelerate", "elastic"),
+        *("lightning", "compressed", "hierarchy", "again", "fails", "fabric", "accelerate", "dropped", "elastic"),
         *("sharded", "replicas"),
     ],
 )

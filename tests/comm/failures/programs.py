@@ -88,19 +88,30 @@ def fabric(_rank, what):
 
 def accelerate(_rank, what):
     accelerator = HeteroAccelerator(cpu=True)
+    try:
+        _steps(accelerator, what)
+    finally:
+        accelerator.end_training()
+
+
+def _steps(accelerator, what):
     net = _network()
     net, optimizer, loader = accelerator.prepare(
         net, torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(_dataset(), 4, shuffle=True)
     )
-    try:
-        for step, (x, y) in enumerate(loader):
-            if what and step == AT:
-                strike(what)
-            optimizer.zero_grad()
-            accelerator.backward(nn.functional.mse_loss(net(x), y))
-            optimizer.step()
-    finally:
-        accelerator.end_training()
+    for step, (x, y) in enumerate(loader):
+        if what and step == AT:
+            strike(what)
+        optimizer.zero_grad()
+        accelerator.backward(nn.functional.mse_loss(net(x), y))
+        optimizer.step()
+
+
+def again(_rank, what):
+    """A rank catches its error and begins another training, in which nobody else takes part."""
+    with suppress(ZeroDivisionError):
+        _steps(HeteroAccelerator(cpu=True), what)
+    HeteroAccelerator(cpu=True)
 
 
 def transformers(_rank, what):

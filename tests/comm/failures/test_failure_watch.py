@@ -15,7 +15,7 @@ from lightning_hetero.comm.failures import failure_watch
 from lightning_hetero.comm.failures import rank_monitor as monitor
 from lightning_hetero.comm.failures.failure import Failure
 from lightning_hetero.comm.failures.failure_watch import FailureWatch
-from tests.comm.failures.programs import LOOPS, programs
+from tests.comm.failures.programs import LOOPS, again, programs
 
 PATIENT = monitor.MonitorSettings(period_s=0.1, poll_s=0.02, lost_s=40.0, answer_s=1.0)
 """Only errors end the ranks."""
@@ -52,6 +52,16 @@ def test_a_frozen_rank_ends_the_others_which_name_it(tmp_path, loop):
     assert codes == [1, None, 1]
     for rank in (0, 2):
         assert f"rank {rank} ends the training, which cannot go on: rank 1 is lost (it shows no sign" in texts[rank]
+
+
+@pytest.mark.alone
+def test_a_rank_that_begins_another_training_ends_the_others_which_name_it(tmp_path):
+    """It has caught its error; its connections stay, and so the others would wait until the timeout."""
+    codes, texts = programs(tmp_path, again, lambda rank: ("raise" if rank == 1 else "",), SHORT, left=(1,))
+    for rank in (0, 2):
+        assert codes[rank] == 1
+        ended = "rank 1 is lost (it takes no part any more, because its training has ended"
+        assert f"rank {rank} ends the training, which cannot go on: {ended}" in texts[rank]
 
 
 @pytest.mark.parametrize(
@@ -283,6 +293,57 @@ def test_abandoned_watches_end_before_another_begins(monkeypatch):
     assert [watch._bulletin is None for watch in found] == [True, False]
     found[1].close()
     failure_watch.end_abandoned_watches()
+
+
+def test_watches_whose_owners_wait_to_be_collected_end_before_another_begins(monkeypatch):
+    found, owners = watches()
+    for watch in found:
+        monkeypatch.setattr(watch._monitor, "_progress", lambda: (0, 0, False))
+    owners[0].itself = owners[0]
+    gc.disable()
+    try:
+        del owners[0]
+        assert found[0]._bulletin is not None
+        failure_watch.end_abandoned_watches()
+        assert [watch._bulletin is None for watch in found] == [True, False]
+    finally:
+        gc.enable()
+    found[1].close()
+
+
+def test_nothing_is_collected_where_no_watch_of_this_process_is_open(monkeypatch):
+    collected = []
+    monkeypatch.setattr(failure_watch.gc, "collect", lambda: collected.append("all"))
+    monkeypatch.setattr(failure_watch, "_open", set())
+    failure_watch.end_abandoned_watches()
+    found, owners = watches()
+    monkeypatch.setattr(failure_watch.os, "getpid", lambda: -1)
+    owners.clear()
+    failure_watch.end_abandoned_watches()
+    monkeypatch.undo()
+    assert collected == []
+    for watch in found:
+        watch.close()
+
+
+def test_notes_of_a_run_are_deleted_when_all_ranks_have_left_it():
+    """Another training may begin before that."""
+    store = dist.HashStore()
+    first, _owners = watches(store=store)
+    second, _others = watches(store=store)
+    first[1].close()
+    second[0].close()
+    kept = []
+    for watch in (first[0], second[1]):
+        third, _more = watches(store=store)
+        kept.append(sorted({key.split("/")[2] for key in store.list_keys() if key.count("/") > 2}))
+        for one in (*third, watch):
+            one.close()
+    last, _more = watches(store=store)
+    kept.append(sorted({key.split("/")[2] for key in store.list_keys() if key.count("/") > 2}))
+    for one in last:
+        one.close()
+    assert kept == [["1", "2", "3"], ["2", "4"], ["5"]]
 
 
 def test_a_watch_ends_with_the_process(monkeypatch):

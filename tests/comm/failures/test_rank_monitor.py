@@ -226,7 +226,7 @@ def test_a_rank_is_not_waited_for_by_one_that_computes_itself(lines):
 
 def test_a_silent_rank_is_named_and_then_lost_once_and_those_that_have_not_begun_or_are_over_are_not(lines):
     store, lost = dist.HashStore(), []
-    watch = watching(0, 4, store, lambda: (0, 3, True), lost.append)
+    watch = watching(0, 4, store, lambda: (0, 3, False), lost.append)
     store.set("sign/2", "over")
     store.set("sign/3", "7 0 3 1 0")
     watch.start()
@@ -423,6 +423,47 @@ def test_who_hears_nothing_from_the_store_accuses_only_the_rank_that_holds_it(li
         assert bool(lost) == bool(suspects)
 
 
+def waiting_for_one_that_ends(clock, me, *, waits=True, hears=True):
+    """A rank that waits for another, which ends after a second; and what is lost."""
+    lost, begin = [], clock.now
+
+    def progress():
+        if hears:
+            watch._answered = clock.now
+        if clock.now == begin + 1.0:
+            watch._note(1 - me, "over")
+        return 0, 3, waits
+
+    watch = watching(me, 2, dist.HashStore(), progress, lost.append)
+    watch._note(1 - me, "7 0 3 1 0")
+    return watch, lost
+
+
+@pytest.mark.parametrize("me", [0, 1])
+def test_a_rank_that_has_ended_is_not_waited_for_forever(lines, clock, me):
+    """It has caught its error and goes on with something else, so that no connection breaks."""
+    watch, lost = waiting_for_one_that_ends(clock, me)
+    look(watch, clock, *[0.25] * 10)
+    assert lost == [], "1.5 s are not over since its end"
+    ended = "it takes no part any more, because its training has ended"
+    assert lines[-1] == f"rank {me} waits for rank {1 - me}: {ended}, for 1 s."
+    watch, lost = waiting_for_one_that_ends(clock, me)
+    look(watch, clock, *[0.25] * 11)
+    (failure,) = lost
+    assert (failure.rank, failure.lost) == (1 - me, True)
+    assert failure.what.startswith(ended)
+
+
+@pytest.mark.parametrize("how", [{"waits": False}, {"hears": False}])
+def test_a_rank_that_has_ended_is_not_missed_by_one_that_does_not_wait_or_hears_nothing(lines, clock, how):
+    """Before its end, it was silent for a second."""
+    watch, lost = waiting_for_one_that_ends(clock, 0, **how)
+    look(watch, clock, *[0.25] * 4)
+    del lines[:]
+    look(watch, clock, *[0.25] * 12)
+    assert (lost, [line for line in lines if "goes on" not in line]) == ([], [])
+
+
 def test_a_process_that_was_stopped_itself_accuses_nobody(lines, clock):
     lost = []
     watch = watching(1, 2, dist.HashStore(), lambda: (0, 3, True), lost.append)
@@ -437,7 +478,7 @@ def test_rank_0_is_not_missed_after_its_end(lines, clock):
     """Its last sign, or the end of the training, may be all that another rank has read."""
     for end in ("of the monitor", "of the training", ""):
         store, lost = dist.HashStore(), []
-        watch = watching(1, 2, store, lambda: (0, 3, True), lost.append)
+        watch = watching(1, 2, store, lambda: (0, 3, False), lost.append)
         watch._note(0, "over" if end == "of the monitor" else "7 0 3 0 0")
         if end == "of the training":
             Bulletin(0, 2, store).end()

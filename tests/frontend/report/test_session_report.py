@@ -2,6 +2,7 @@
 
 import atexit
 import sys
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -19,12 +20,19 @@ def calls(monkeypatch):
     return made
 
 
+class Session:
+    running = True
+
+
+SESSION = Session()
+
+
 def engine(run="a run"):
     return SimpleNamespace(rounds=SimpleNamespace(watch=SimpleNamespace(run=run)))
 
 
 def test_it_begins_once_and_ends_with_the_process_at_the_latest(monkeypatch, tmp_path):
-    made, report = calls(monkeypatch), SessionReport(engine(), "Fabric", tmp_path)
+    made, report = calls(monkeypatch), SessionReport(engine(), "Fabric", tmp_path, SESSION)
     report.begin(None)
     report.begin(None)
     more = {"front_end": "Fabric", "strategy": "hetero_ddp", "folder": tmp_path}
@@ -37,7 +45,7 @@ def test_it_begins_once_and_ends_with_the_process_at_the_latest(monkeypatch, tmp
 
 
 def test_it_names_the_error_that_it_is_given_or_that_ends_the_process(monkeypatch):
-    made, report, before = calls(monkeypatch), SessionReport(engine(), "Fabric", None), sys.exit
+    made, report, before = calls(monkeypatch), SessionReport(engine(), "Fabric", None, SESSION), sys.exit
     given = ArithmeticError("given")
     report.begin(None)
     report.end(given)
@@ -58,7 +66,38 @@ def test_it_names_the_error_that_it_is_given_or_that_ends_the_process(monkeypatc
 
 def test_a_rank_that_records_nothing_leaves_the_process_alone(monkeypatch):
     calls(monkeypatch)
-    before, report = sys.exit, SessionReport(engine(None), "Fabric", None)
+    before, report = sys.exit, SessionReport(engine(None), "Fabric", None, SESSION)
     report.begin(None)
     assert sys.exit is before
+    report.end()
+
+
+@pytest.mark.parametrize(
+    ("how", "ends"), [("in a pass", False), ("between two", True), ("gone", True), ("cycle", True)]
+)
+def test_another_training_ends_the_record_of_a_session_that_does_not_run(monkeypatch, how, ends):
+    """Its engine would else be kept until the process ends."""
+    made, session = calls(monkeypatch), Session()
+    report = SessionReport(engine(), "Fabric", None, session)
+    report.begin(None)
+    gone = weakref.ref(session)
+    session.running, session.itself = how != "between two", session if how == "cycle" else None
+    if how in ("gone", "cycle"):
+        del session
+    session_report.end_idle_reports()
+    assert (("end", None) in made) == ends
+    assert (gone() is None) == (how in ("gone", "cycle"))
+    before = len(made)
+    session_report.end_idle_reports()
+    assert len(made) == before, "it has ended, or goes on"
+    report.end()
+
+
+def test_a_forked_process_ends_no_record(monkeypatch):
+    made, report = calls(monkeypatch), SessionReport(engine(), "Fabric", None, Session())
+    report.begin(None)
+    monkeypatch.setattr(session_report.os, "getpid", lambda: -1)
+    monkeypatch.setattr(session_report.gc, "collect", lambda: made.append("collected"))
+    session_report.end_idle_reports()
+    assert made[2:] == []
     report.end()

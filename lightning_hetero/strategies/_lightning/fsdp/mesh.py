@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_hetero.comm.agreement.group_lifetime import leave
+from lightning_hetero.comm.agreement.group_lifetime import leave_soon
 
 __all__ = ["lasting_mesh"]
 
@@ -32,7 +32,7 @@ def lasting_mesh(given: DeviceMesh, replicas: int) -> DeviceMesh:
 
 
 def _first_of_its_kind(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the first mesh under this default group with the same ranks and names; leave the groups of any other."""
+    """Return the first mesh under this default group with the same ranks and names; leave those of any other soon."""
     kind, default = (mesh.device_type, str(mesh.mesh.tolist()), mesh.mesh_dim_names), dist.group.WORLD
     made_in, first = _kept.get(kind, (None, mesh))
     if made_in is None or made_in() is not default:
@@ -41,5 +41,5 @@ def _first_of_its_kind(mesh: DeviceMesh) -> DeviceMesh:
     used = [default, *first.get_all_groups()]
     for group in mesh.get_all_groups():
         if not any(group is other for other in used):
-            leave(group)
+            leave_soon(group)
     return first
