@@ -1,7 +1,8 @@
 """A tiny training on two ranks in each mode and each front end, for benchmarks that watch what a training leaves.
 
-``train(mode, rank, steps, after_step)`` trains one model for so many steps and calls ``after_step(number, model)`` on
-each rank after each of them. Sync rounds come every 20 steps, much more often than by default.
+``train(mode, steps, after_step)`` trains one model for so many steps and calls ``after_step(number, model)`` on this
+rank after each of them. Sync rounds come every 20 steps, much more often than by default. Each rank is placed as a
+machine of its own with one device, so that both can share one GPU over gloo.
 """
 
 import logging
@@ -13,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -26,24 +28,42 @@ from lightning_hetero import (
 )
 
 SAMPLES, BATCH = 2000, 2
-ROUNDS = {"replan": 20}
+ROUND = 20
+ROUNDS = {"replan": ROUND}
+GLOO = {"process_group_backend": "gloo"}  # NCCL has one rank on each GPU
 TOPK = {"compression": BlockTopK(density=0.3, block=8, warmup_steps=20)}
 
 LIGHTNING = {  # strategy, callbacks
-    "ddp": (lambda: "ddp", list),
-    "plain": (lambda: HeteroDDPStrategy(**ROUNDS), list),
-    "even": (lambda: HeteroDDPStrategy(policy="even"), list),
-    "block top-k": (lambda: HeteroDDPStrategy(**ROUNDS, **TOPK), list),
-    "powersgd": (lambda: HeteroDDPStrategy(**ROUNDS, compression="powersgd"), list),
-    "stale": (lambda: HeteroDDPStrategy(**ROUNDS, staleness=1), list),
-    "stale block top-k": (lambda: HeteroDDPStrategy(**ROUNDS, **TOPK, staleness=1), list),
-    "hierarchy": (lambda: HeteroDDPStrategy(**ROUNDS, hierarchy=[[0], [1]]), list),
-    "noise scale": (lambda: HeteroDDPStrategy(**ROUNDS), lambda: [GNSCallback(every_n_steps=1)]),
-    "adaptive": (lambda: HeteroDDPStrategy(**ROUNDS), lambda: [AdaptiveBatchCallback(16)]),
-    "skip": (lambda: HeteroDDPStrategy(**ROUNDS, on_nonfinite="skip"), list),
-    "elastic": (lambda: HeteroElasticStrategy(mega_batch_size=80), list),
-    "fsdp": (lambda: HeteroFSDPStrategy(**ROUNDS), list),
+    "ddp": (lambda: DDPStrategy(**GLOO), list),
+    "plain": (lambda: ours(), list),
+    "even": (lambda: HeteroDDPStrategy(policy="even", **GLOO), list),
+    "block top-k": (lambda: ours(**TOPK), list),
+    "powersgd": (lambda: ours(compression="powersgd"), list),
+    "stale": (lambda: ours(staleness=1), list),
+    "stale block top-k": (lambda: ours(**TOPK, staleness=1), list),
+    "hierarchy": (lambda: ours(hierarchy=[[0], [1]]), list),
+    "noise scale": (lambda: ours(), lambda: [GNSCallback(every_n_steps=1)]),
+    "adaptive": (lambda: ours(), lambda: [AdaptiveBatchCallback(16)]),
+    "skip": (lambda: ours(on_nonfinite="skip"), list),
+    "elastic": (lambda: HeteroElasticStrategy(mega_batch_size=80, **GLOO), list),
+    "fsdp": (lambda: HeteroFSDPStrategy(**ROUNDS, **GLOO), list),
 }
+
+
+def ours(**settings):
+    return HeteroDDPStrategy(**ROUNDS, **GLOO, **settings)
+
+
+def settle(rank, port=None):
+    """Make this process one of two ranks, as the machine of that number."""
+    os.environ.update(RANK=str(rank), NODE_RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1")
+    if port is not None:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def placed(device):
+    """Where a trainer of Lightning trains."""
+    return {"accelerator": "gpu" if device == "cuda" else "cpu", "devices": 1, "num_nodes": 2}
 
 
 def quiet():
@@ -85,12 +105,11 @@ class AfterStep(L.Callback):
         self.call(self.steps, pl_module)
 
 
-def lightning(mode, steps, after_step, model=None):
-    """By Lightning's ``Trainer``; elastic ranks count the steps of their own."""
+def lightning(mode, steps, after_step, model, device):
+    """By Lightning's ``Trainer``; elastic ranks count the steps of their own, of which there are some more."""
     strategy, callbacks = LIGHTNING[mode]
     trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
+        **placed(device),
         strategy=strategy(),
         max_steps=-1 if mode == "elastic" else steps,
         max_epochs=-(-steps * 2 * BATCH // SAMPLES) if mode == "elastic" else -1,
@@ -115,11 +134,13 @@ def passes(loader, steps):
                 return
 
 
-def fabric(mode, steps, after_step, model=None):
+def fabric(mode, steps, after_step, model, device):
     """By a loop of Lightning Fabric."""
     from lightning.fabric import Fabric
 
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="hetero_ddp")
+    from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as FabricStrategy
+
+    fabric = Fabric(**placed(device), strategy=FabricStrategy(**GLOO))
     fabric.launch()
     own = model or network()
     model, optimizer = fabric.setup(own, torch.optim.SGD(own.parameters(), lr=1e-3))
@@ -132,11 +153,17 @@ def fabric(mode, steps, after_step, model=None):
     fabric.strategy.teardown()
 
 
-def accelerate(mode, steps, after_step, model=None):
+def accelerate(mode, steps, after_step, model, device):
     """By a loop of Accelerate."""
+    from accelerate import InitProcessGroupKwargs
+
     from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
 
-    accelerator = HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin(**ROUNDS))
+    accelerator = HeteroAccelerator(
+        cpu=device == "cpu",
+        hetero_plugin=HeteroPlugin(**ROUNDS),
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
+    )
     own = model or network()
     loader = DataLoader(points(), BATCH, shuffle=True)
     model, optimizer, loader = accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=1e-3), loader)
@@ -148,7 +175,7 @@ def accelerate(mode, steps, after_step, model=None):
     accelerator.free_memory()  # further trainings may follow, unlike after end_training
 
 
-def transformers(mode, steps, after_step, model=None):
+def transformers(mode, steps, after_step, model, device):
     """By Transformers' ``Trainer``."""
     from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
@@ -170,7 +197,7 @@ def transformers(mode, steps, after_step, model=None):
 
     arguments = hetero_arguments(TrainingArguments)(
         output_dir=tempfile.gettempdir(),
-        use_cpu=True,
+        use_cpu=device == "cpu",
         per_device_train_batch_size=BATCH,
         max_steps=steps,
         save_strategy="no",
@@ -189,6 +216,10 @@ FRONT_ENDS = {"fabric": fabric, "accelerate": accelerate, "transformers": transf
 MODES = (*LIGHTNING, *FRONT_ENDS)
 
 
-def train(mode, steps, after_step, model=None):
-    """Train by a mode of ``MODES`` on this rank, and call ``after_step(number, model)`` after each step."""
-    FRONT_ENDS.get(mode, lightning)(mode, steps, after_step, model)
+def train(mode, steps, after_step, model=None, device="cpu"):
+    """Train by a mode of ``MODES`` on this rank, and call ``after_step(number, model)`` after each step.
+
+    Args:
+        device: ``cpu``, or ``cuda`` for the first GPU, on both ranks.
+    """
+    FRONT_ENDS.get(mode, lightning)(mode, steps, after_step, model, device)

@@ -2,9 +2,12 @@
 
 Trains once in each mode, on two ranks, and counts at a tenth of the steps and at the end; sync rounds come every 20
 steps. ``--fits`` trains so many times in one process instead, one and the same model, and counts after the second and
-the last training. Each row holds what was added in between, by the rank that added most: resident memory
-(``rss_kib``), file descriptors, threads, process groups, keys in the job's store, hooks (of the model, its parameters
-and all optimizers) and objects of Python.
+the last training. ``--device cuda`` trains on the first GPU, which both ranks share over gloo.
+
+Each row holds what was added in between, by the rank that added most: resident memory (``rss_kib``), file descriptors,
+threads, process groups, keys in the job's store, hooks (of the model, its parameters and all optimizers), objects of
+Python, and bytes of tensors: of those that Python knows, or with a GPU, all that is allocated there. Of a training, it
+is the least within a sync round that counts, as what lives in the middle of one comes and goes.
 """
 
 import argparse
@@ -17,6 +20,7 @@ from pathlib import Path
 
 import _modes
 import psutil
+import torch
 import torch.distributed as dist
 from hardware import write_table
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -34,7 +38,20 @@ def hooks_of(model):
     return found
 
 
-def census(model):
+def tensor_bytes(device):
+    """Bytes of all tensors: what is allocated on the GPU, or the storages of the tensors that Python knows."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+    storages = {}
+    for found in gc.get_objects():
+        if isinstance(found, torch.Tensor):
+            storage = found.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def census(model, device="cpu"):
     """What this process has, by kind."""
     gc.collect()
     return {
@@ -44,39 +61,62 @@ def census(model):
         "keys": dist.distributed_c10d._get_default_store().num_keys() if dist.is_initialized() else 0,
         "hooks": hooks_of(model),
         "objects": len(gc.get_objects()),
+        "tensor_bytes": tensor_bytes(device),
         "rss_kib": psutil.Process().memory_info().rss // 1024,
     }
 
 
-def long_training(mode, steps):
-    """What a training of so many steps adds after its first tenth."""
-    taken = {}
+class Watch:
+    """Counts after the steps of a training; of each mark, the least within the sync round that ends there.
 
-    def after_step(number, model):
-        if number in (steps // 10, steps - 1):
-            taken[number] = census(model)
+    Args:
+        marks: numbers of steps.
+        device: device of the training.
+    """
 
-    _modes.train(mode, steps, after_step)
-    return list(taken.values())
+    def __init__(self, marks, device="cpu"):
+        self.device, self.marks = device, marks
+        self.taken = {}
+
+    def __call__(self, number, model):
+        for mark in self.marks:
+            if mark - _modes.ROUND < number <= mark:
+                found = census(model, self.device)
+                before = self.taken.get(mark, found)
+                self.taken[mark] = {kind: min(count, before[kind]) for kind, count in found.items()}
+
+    @property
+    def counts(self):
+        """What was counted for each mark."""
+        return [self.taken[mark] for mark in self.marks]
 
 
-def many_trainings(mode, fits, steps):
-    """What the trainings after the second add."""
+def long_training(mode, steps, device="cpu"):
+    """What a training of so many steps has after its first tenth, and at its end."""
+    gc.collect()
+    gc.freeze()  # what was there before is not counted each time
+    watch = Watch((steps // 10, steps - 1), device)
+    _modes.train(mode, steps, watch, device=device)
+    return watch.counts
+
+
+def many_trainings(mode, fits, steps, device="cpu"):
+    """What there is after the second training, and after the last."""
     taken, models = [], []
 
     def after_step(number, model):
         models[:] = [model]
 
     for fit in range(fits):
-        _modes.train(mode, steps, after_step, *models)
+        _modes.train(mode, steps, after_step, *models, device=device)
         if fit in (1, fits - 1):
-            taken.append(census(models[0]))
+            taken.append(census(models[0], device))
     return taken
 
 
 def _rank(pipe, rank, port, function, arguments):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", NODE_RANK="0")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), ACCELERATE_USE_CPU="true")
+    os.environ.update(ACCELERATE_USE_CPU="true" if arguments[-1] == "cpu" else "false")
+    _modes.settle(rank, port)
     _modes.quiet()
     began = time.perf_counter()
     found = function(*arguments)
@@ -86,8 +126,8 @@ def _rank(pipe, rank, port, function, arguments):
 
 
 def on_two_ranks(port, function, *arguments):
-    """What both ranks return, and the seconds that they took."""
-    context = get_context("fork")
+    """What both ranks return, and the seconds that they took; the last argument is the device."""
+    context = get_context("spawn" if arguments[-1] == "cuda" else "fork")
     pipes, ranks = zip(*(context.Pipe() for _ in range(2)), strict=True), []
     ours, theirs = pipes
     for rank in range(2):
@@ -112,15 +152,15 @@ def main():
     parser.add_argument("--steps", type=int, default=10_000, help="of one training; with --fits, 40 of each")
     parser.add_argument("--fits", type=int, default=0, help="trainings in one process")
     parser.add_argument("--modes", nargs="+", default=list(_modes.MODES), choices=_modes.MODES, metavar="MODE")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out")
     args = parser.parse_args()
     given = (many_trainings, args.fits, 40) if args.fits else (long_training, args.steps)
+    steps = given[-1]
     rows = []
     for number, mode in enumerate(args.modes):
-        counts, seconds = on_two_ranks(29900 + number, given[0], mode, *given[1:])
-        rows.append(
-            {"mode": mode, "trainings": args.fits or 1, "steps": given[-1], **added(counts), "seconds": seconds}
-        )
+        counts, seconds = on_two_ranks(29900 + number, given[0], mode, *given[1:], args.device)
+        rows.append({"mode": mode, "trainings": args.fits or 1, "steps": steps, **added(counts), "seconds": seconds})
     out = args.out or str(HERE / "results" / ("leaks_fits.json" if args.fits else "leaks.json"))
     write_table(rows, out, "what many trainings leave" if args.fits else "what a long training leaves")
 

@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 PACKAGES = (
     *("torch", "triton", "lightning", "pytorch-lightning", "accelerate", "numpy", "numba", "torchmetrics", "scipy"),
-    *("pytest", "pytest-timeout", "hypothesis"),
+    *("transformers", "pytest", "pytest-timeout", "hypothesis"),
 )
 GRACE = 5.0
 """Seconds that a check has beyond its limit to say where it hangs."""
@@ -70,6 +70,12 @@ CHECKS = (
     Check("clock", "each part of a step within 5 % of the truth, a + P within 3 %", 90, (*LIGHTNING, "accelerate")),
     Check("nccl", "one rank over NCCL: weights of the CPU, a sum's time, an exit in peace", 100, LIGHTNING),
     Check("quiet", "steps allocate nothing, wait for nothing, and memory stays flat", 60, ("torch", "triton")),
+    Check(
+        "leaks",
+        "steps of each mode and front end keep nothing on the GPU; a number of each step is found",
+        400,
+        (*LIGHTNING, "accelerate", "transformers"),
+    ),
     Check("mixed", "a CPU beside a GPU: replicas stay equal, a non-finite step is dropped by both", 150, LIGHTNING),
     Check("unequal", "workers of speeds 1:2 and 1:2:4 get the analytic split, steps as predicted", 120, LIGHTNING),
     Check("precision", "loss scaling, SyncBatchNorm, refusals, and a memory probe that holds", 100, LIGHTNING),
