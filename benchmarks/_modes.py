@@ -112,7 +112,7 @@ def lightning(mode, steps, after_step, model, device):
         **placed(device),
         strategy=strategy(),
         max_steps=-1 if mode == "elastic" else steps,
-        max_epochs=-(-steps * 2 * BATCH // SAMPLES) if mode == "elastic" else -1,
+        max_epochs=-(-steps * 3 * BATCH // SAMPLES) if mode == "elastic" else -1,
         callbacks=[*callbacks(), AfterStep(after_step)],
         default_root_dir=tempfile.gettempdir(),
         logger=False,

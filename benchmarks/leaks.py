@@ -7,7 +7,8 @@ the last training. ``--device cuda`` trains on the first GPU, which both ranks s
 Each row holds what was added in between, by the rank that added most: resident memory (``rss_kib``), file descriptors,
 threads, process groups, keys in the job's store, hooks (of the model, its parameters and all optimizers), objects of
 Python, and bytes of tensors: of those that Python knows, or with a GPU, all that is allocated there. Of a training, it
-is the least within a sync round that counts, as what lives in the middle of one comes and goes.
+is the least within two sync rounds that counts, as what lives in the middle of one comes and goes; after trainings, the
+least within a second, in which sockets are closed from the other end.
 """
 
 import argparse
@@ -66,8 +67,22 @@ def census(model, device="cpu"):
     }
 
 
+def least(counts):
+    """The least of several counts, by kind."""
+    return {kind: min(count[kind] for count in counts) for kind in counts[0]}
+
+
+def settled(model, device):
+    """What this process has when a second has passed, at the least."""
+    counts = []
+    for _ in range(10):
+        counts.append(census(model, device))
+        time.sleep(0.1)
+    return least(counts)
+
+
 class Watch:
-    """Counts after the steps of a training; of each mark, the least within the sync round that ends there.
+    """Counts after the steps of a training; of each mark, the least within the two sync rounds that end there.
 
     Args:
         marks: numbers of steps.
@@ -80,10 +95,9 @@ class Watch:
 
     def __call__(self, number, model):
         for mark in self.marks:
-            if mark - _modes.ROUND < number <= mark:
+            if mark - 2 * _modes.ROUND < number <= mark:
                 found = census(model, self.device)
-                before = self.taken.get(mark, found)
-                self.taken[mark] = {kind: min(count, before[kind]) for kind, count in found.items()}
+                self.taken[mark] = least([self.taken.get(mark, found), found])
 
     @property
     def counts(self):
@@ -110,7 +124,7 @@ def many_trainings(mode, fits, steps, device="cpu"):
     for fit in range(fits):
         _modes.train(mode, steps, after_step, *models, device=device)
         if fit in (1, fits - 1):
-            taken.append(census(models[0], device))
+            taken.append(settled(models[0], device))
     return taken
 
 

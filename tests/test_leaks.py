@@ -18,8 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tests.helpers import run_ranks
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-FIRST, LAST = 100, 300
-SHORT = 25, 45
+FIRST, LAST = 300, 400  # the times of 256 steps are kept
+SHORT = 45, 65
 MEMORY = 8192
 """KiB by which a process may grow between the two."""
 COUNTED = ("files", "threads", "groups", "keys", "hooks")
@@ -149,11 +149,19 @@ def test_what_each_step_leaves_is_counted_at_least(leaks, add, kind, each):
         assert last[kind] - first[kind] >= 0.8 * each * (SHORT[1] - SHORT[0])
 
 
-def test_the_least_within_a_sync_round_counts(leaks, monkeypatch):
+def test_the_least_within_two_sync_rounds_counts(leaks, monkeypatch):
     """What lives in the middle of a round comes and goes."""
-    ages = iter(range(1000))
-    monkeypatch.setattr(leaks, "census", lambda model, device: {"keys": 5 - next(ages), "hooks": 7})
-    watch = leaks.Watch((30, 60))
-    for number in range(1, 71):
+    watch, found = leaks.Watch((50, 100)), {}
+    monkeypatch.setattr(leaks, "census", lambda model, device: dict(found))
+    for number in range(1, 121):
+        found.update(keys=abs(number - 30), hooks=-number)
         watch(number, None)
-    assert watch.counts == [{"keys": 5 - 19, "hooks": 7}, {"keys": 5 - 39, "hooks": 7}]
+    assert watch.counts == [{"keys": 0, "hooks": -50}, {"keys": 31, "hooks": -100}]
+
+
+def test_the_least_within_a_second_counts_after_trainings(leaks, monkeypatch):
+    """The other end of a socket closes it a little later."""
+    files = iter([5, 4, 4, 6, *[5] * 6])
+    monkeypatch.setattr(leaks, "census", lambda model, device: {"files": next(files), "hooks": 7})
+    monkeypatch.setattr(leaks.time, "sleep", lambda seconds: None)
+    assert leaks.settled(None, "cpu") == {"files": 4, "hooks": 7}

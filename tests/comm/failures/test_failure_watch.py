@@ -326,8 +326,9 @@ def test_nothing_is_collected_where_no_watch_of_this_process_is_open(monkeypatch
         watch.close()
 
 
-def test_notes_of_a_run_are_deleted_when_all_ranks_have_left_it():
-    """Another training may begin before that."""
+def test_notes_of_a_run_are_deleted_when_all_ranks_have_left_it(monkeypatch):
+    """Another training may begin before that. A run is looked for until then, and not any more."""
+    monkeypatch.setattr(failure_watch, "_noted", set())
     store = dist.HashStore()
     first, _owners = watches(store=store)
     second, _others = watches(store=store)
@@ -344,6 +345,7 @@ def test_notes_of_a_run_are_deleted_when_all_ranks_have_left_it():
     for one in last:
         one.close()
     assert kept == [["1", "2", "3"], ["2", "4"], ["5"]]
+    assert failure_watch._noted == {5}
 
 
 def test_a_watch_ends_with_the_process(monkeypatch):
