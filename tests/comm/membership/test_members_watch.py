@@ -26,12 +26,13 @@ board = SlotBoard(dist.HashStore())
 board.tell(0, 0, RUNS)
 board.tell(1, 0, GONE)
 generation = Generation(0, (Member(0, 0), Member(1, 0)))
-members_watch.MembersWatch(board, generation, Member(0, 0), stuck_s=0.05, let_go=int).start()
+watch = members_watch.MembersWatch(board, generation, Member(0, 0), stuck_s=0.05, let_go=int).start()
 
 def waits_for_the_lost_one():
     threading.Event().wait(60)
 
 waits_for_the_lost_one()
+watch.stop()
 """
 
 
