@@ -691,10 +691,12 @@ def test_thin_link_is_that_of_the_benchmark():
 @pytest.mark.parametrize("name", ["leaks", "leaks_fits"])
 def test_what_trainings_leave_is_that_of_the_benchmark(name):
     table, result = quoted("leaks") if name == "leaks" else quoted("leaks_fits")
-    ((counted, memory, plain),) = table
+    ((counted, tensors, memory, plain),) = table
     plains, ours = ([row for row in result["rows"] if (row["mode"] == "ddp") is of_ddp] for of_ddp in (True, False))
     assert len(ours) == 15, "the page says so"
     assert {row[kind] for row in ours for kind in ("files", "threads", "groups", "keys", "hooks")} == {int(counted)}
+    assert max(row["tensor_bytes"] for row in ours) == int(tensors)
+    assert all(row["tensor_bytes"] % 24 == 0 for row in ours), "the page says so"
     same_when_rounded(memory, max(row["rss_kib"] for row in ours) / 1024)
     same_when_rounded(plain, plains[0]["rss_kib"] / 1024)
     most = max(ours, key=lambda row: row["rss_kib"])
