@@ -12,7 +12,9 @@ from lightning_hetero.frontend.report.session_report import SessionReport
 
 
 def calls(monkeypatch):
+    """What is called, for no other records than those of a test."""
     made = []
+    monkeypatch.setattr(session_report, "_begun", set())
     monkeypatch.setattr(session_report, "begin_report", lambda engine, planner, **more: made.append(("begin", more)))
     monkeypatch.setattr(session_report, "finish_report", lambda engine, error: made.append(("end", error)))
     monkeypatch.setattr(atexit, "register", lambda call: made.append(("at exit", call)))
