@@ -1,8 +1,10 @@
 """Workers with keepers that are forked instead of started: they have imported everything."""
 
+import faulthandler
 import os
 import signal
 import subprocess
+import sys
 from multiprocessing import get_context
 
 import torch
@@ -33,8 +35,10 @@ class Forked:
 
 
 def _child(function, environment):
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # its keeper's handlers are not its own
+    for number in (signal.SIGTERM, signal.SIGINT):  # its keeper's handlers are not its own
         signal.signal(number, signal.SIG_DFL)
+    faulthandler.unregister(signal.SIGUSR1)  # it takes itself for registered
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)  # where the worker is when a test takes too long
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
