@@ -49,7 +49,7 @@ def end_abandoned_watches() -> None:
 
     To be called before another watch begins, which deletes what all ranks have left in the store.
     """
-    own = [watch for watch in _open if watch.of_this_process]
+    own = [watch for watch in tuple(_open) if watch.of_this_process]  # their own threads may end them, too
     if own:
         gc.collect()
     for watch in own:

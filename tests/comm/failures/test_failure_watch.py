@@ -326,6 +326,21 @@ def test_nothing_is_collected_where_no_watch_of_this_process_is_open(monkeypatch
         watch.close()
 
 
+def test_a_watch_may_end_by_itself_while_others_are_ended(monkeypatch):
+    """Its own threads notice that its owner is gone."""
+    found, _owners = watches(3)
+
+    def ends(watch):
+        failure_watch._open.discard(watch)
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FailureWatch, "of_this_process", property(ends))
+        failure_watch.end_abandoned_watches()
+    for watch in found:
+        watch.close()
+
+
 def test_notes_of_a_run_are_deleted_when_all_ranks_have_left_it(monkeypatch):
     """Another training may begin before that. A run is looked for until then, and not any more."""
     monkeypatch.setattr(failure_watch, "_noted", set())
