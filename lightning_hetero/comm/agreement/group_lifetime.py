@@ -46,19 +46,22 @@ class Owner(Protocol):
 
 
 _ended: list[Owner] = []
-_orphans: list[list[Closer]] = []
+_orphans: list[tuple[Any, list[Closer]]] = []
+"""Callbacks of owners that are gone, with a reference to the default group under which each owner was made."""
 
 
 def on_end(owner: Owner) -> list[Closer]:
     """Return a list of callbacks, run when the next training begins if the owner is gone by then."""
     closers: list[Closer] = []
-    weakref.finalize(owner, _orphan, closers).atexit = False
+    default = dist.group.WORLD
+    made_in = None if default is None else weakref.ref(default)
+    weakref.finalize(owner, _orphan, made_in, closers).atexit = False
     return closers
 
 
-def _orphan(closers: list[Closer]) -> None:
+def _orphan(made_in: Any, closers: list[Closer]) -> None:
     if closers:
-        _orphans.append(closers)
+        _orphans.append((made_in, closers))
 
 
 def leave_soon(group: Any) -> None:
@@ -66,7 +69,7 @@ def leave_soon(group: Any) -> None:
 
     At once would be too early: with the group go its keys in the store, which another rank may need to connect.
     """
-    _orphans.append([partial(leave, group)])
+    _orphans.append((weakref.ref(dist.group.WORLD), [partial(leave, group)]))
 
 
 def ended(*owners: Owner) -> None:
@@ -82,11 +85,23 @@ def go_on(*owners: Owner) -> None:
 
 
 def leave_ended() -> None:
-    """Leave the groups of all trainings that have ended."""
+    """Leave the groups of all trainings that have ended.
+
+    Those under a default group that was destroyed are only freed, by a thread: if a worker was lost, a call in one of
+    them may never end, and all others would wait for this worker.
+    """
     while _ended:
         _ended.pop(0).close()
+    default, stale = dist.group.WORLD, list[Closer]()
     while _orphans:
-        run(_orphans.pop(0))
+        made_in, closers = _orphans.pop(0)
+        if default is not None and made_in is not None and made_in() is default:
+            run(closers)
+        else:
+            stale.append(partial(run, closers))
+        del closers
+    if stale:
+        _run_in_thread(stale)
 
 
 def leave_ended_later() -> None:
@@ -95,9 +110,13 @@ def leave_ended_later() -> None:
     To be called after the default group was destroyed, because a worker is lost: freeing a group waits for its calls,
     and one that is stuck would keep this worker from the next training, in which all others wait for it.
     """
-    left: list[Closer] = [*(owner.close for owner in _ended), *(partial(run, closers) for closers in _orphans)]
+    left: list[Closer] = [*(owner.close for owner in _ended), *(partial(run, closers) for _, closers in _orphans)]
     _ended.clear()
     _orphans.clear()
+    _run_in_thread(left)
+
+
+def _run_in_thread(left: list[Closer]) -> None:
     threading.Thread(target=run, args=(left,), name="lightning_hetero-leave", daemon=True).start()
 
 

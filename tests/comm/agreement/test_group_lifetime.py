@@ -17,7 +17,14 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockTopK, HeteroDDPStrategy
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
-from lightning_hetero.comm.agreement.group_lifetime import ended, free_group_last, go_on, leave_ended, leave_soon
+from lightning_hetero.comm.agreement.group_lifetime import (
+    ended,
+    free_group_last,
+    go_on,
+    leave_ended,
+    leave_soon,
+    on_end,
+)
 from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.strategies._lightning.membership.launcher import leave_all_groups
 from tests.helpers import Points, Regressor, run_ranks, trainer_of
@@ -122,6 +129,30 @@ def test_a_group_that_cannot_be_left_keeps_nobody_when_members_change(monkeypatc
     assert not left.is_set()
     free.set()
     assert left.wait(30)
+
+
+def _stale(rank):
+    """A group of an earlier default group whose call never ends: who frees it waits."""
+    dist.init_process_group("gloo")
+    free, freed, owner = threading.Event(), threading.Event(), Owned()
+    closers = on_end(owner)
+    closers.append(lambda: (free.wait(30), freed.set()))
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    dist.init_process_group("gloo")
+    now = []
+    later = Owned()
+    on_end(later).append(lambda: now.append("left"))
+    del owner, later
+    ControlPlane(rank, 2)
+    before = freed.is_set()
+    free.set()
+    return before, freed.wait(30), now
+
+
+def test_a_training_begins_although_a_group_of_lost_workers_cannot_be_freed():
+    """It may be collected after the others were left; those of this default group are left at once."""
+    assert run_ranks(_stale, 2) == [(False, True, ["left"])] * 2
 
 
 def _freed(rank, front):
