@@ -65,7 +65,7 @@ def _orphan(made_in: Any, closers: list[Closer]) -> None:
 
 
 def leave_soon(group: Any) -> None:
-    """Leave a group that was made for nothing when the control plane begins, as all ranks have made it by then.
+    """Leave a group that was made for nothing when the next control plane begins: all ranks have made it by then.
 
     At once would be too early: with the group go its keys in the store, which another rank may need to connect.
     """
