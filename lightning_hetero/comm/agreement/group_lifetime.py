@@ -6,7 +6,10 @@ when a training fails, a collective may be in flight, and leaving would wait for
 end; or the training may go on. When the next training begins, all ranks are past that.
 """
 
+import gc
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,8 +28,8 @@ __all__ = [
     "free_group_last",
     "go_on",
     "leave",
+    "leave_all",
     "leave_ended",
-    "leave_ended_later",
     "leave_soon",
     "on_end",
     "run",
@@ -46,22 +49,23 @@ class Owner(Protocol):
 
 
 _ended: list[Owner] = []
-_orphans: list[tuple[Any, list[Closer]]] = []
-"""Callbacks of owners that are gone, with a reference to the default group under which each owner was made."""
+_orphans: list[list[Closer]] = []
+"""Callbacks of owners that are gone."""
+
+LOOK_S = 0.5
+"""Time between two looks at who holds a group."""
 
 
 def on_end(owner: Owner) -> list[Closer]:
     """Return a list of callbacks, run when the next training begins if the owner is gone by then."""
     closers: list[Closer] = []
-    default = dist.group.WORLD
-    made_in = None if default is None else weakref.ref(default)
-    weakref.finalize(owner, _orphan, made_in, closers).atexit = False
+    weakref.finalize(owner, _orphan, closers).atexit = False
     return closers
 
 
-def _orphan(made_in: Any, closers: list[Closer]) -> None:
+def _orphan(closers: list[Closer]) -> None:
     if closers:
-        _orphans.append((made_in, closers))
+        _orphans.append(closers)
 
 
 def leave_soon(group: Any) -> None:
@@ -69,7 +73,7 @@ def leave_soon(group: Any) -> None:
 
     At once would be too early: with the group go its keys in the store, which another rank may need to connect.
     """
-    _orphans.append((weakref.ref(dist.group.WORLD), [partial(leave, group)]))
+    _orphans.append([partial(leave, group)])
 
 
 def ended(*owners: Owner) -> None:
@@ -85,39 +89,33 @@ def go_on(*owners: Owner) -> None:
 
 
 def leave_ended() -> None:
-    """Leave the groups of all trainings that have ended.
-
-    Those under a default group that was destroyed are only freed, by a thread: if a worker was lost, a call in one of
-    them may never end, and all others would wait for this worker.
-    """
+    """Leave the groups of all trainings that have ended."""
     while _ended:
         _ended.pop(0).close()
-    default, stale = dist.group.WORLD, list[Closer]()
     while _orphans:
-        made_in, closers = _orphans.pop(0)
-        if default is not None and made_in is not None and made_in() is default:
-            run(closers)
-        else:
-            stale.append(partial(run, closers))
-        del closers
-    if stale:
-        _run_in_thread(stale)
+        run(_orphans.pop(0))
 
 
-def leave_ended_later() -> None:
-    """Leave the groups of all trainings that have ended from a thread of its own, without waiting for it.
+def leave_all() -> None:
+    """Leave all groups there are, without waiting for a call in one of them, which may never end.
 
-    To be called after the default group was destroyed, because a worker is lost: freeing a group waits for its calls,
-    and one that is stuck would keep this worker from the next training, in which all others wait for it.
+    Who frees the last reference to a group waits for its calls. If a worker was lost, one of them may be stuck, and all
+    others would wait for this worker, whenever it frees the group. So a thread holds each group longer than others do.
     """
-    left: list[Closer] = [*(owner.close for owner in _ended), *(partial(run, closers) for _, closers in _orphans)]
-    _ended.clear()
-    _orphans.clear()
-    _run_in_thread(left)
+    groups = list(dist.distributed_c10d._world.pg_map)
+    with suppress(RuntimeError, ValueError):
+        dist.destroy_process_group()
+    leave_ended()
+    gc.collect()  # what a training has left holds them, too
+    threading.Thread(target=_free_last, args=(groups,), name="lightning_hetero-leave", daemon=True).start()
 
 
-def _run_in_thread(left: list[Closer]) -> None:
-    threading.Thread(target=run, args=(left,), name="lightning_hetero-leave", daemon=True).start()
+def _free_last(groups: list[Any]) -> None:
+    """Free each group when nobody else holds it."""
+    alone = 3  # references: of the list, of the loop, and of the call that counts them
+    while groups:
+        time.sleep(LOOK_S)
+        groups[:] = [group for group in groups if sys.getrefcount(group) > alone]
 
 
 def run(closers: list[Closer]) -> None:

@@ -21,12 +21,11 @@ from lightning_hetero.comm.agreement.group_lifetime import (
     ended,
     free_group_last,
     go_on,
+    leave_all,
     leave_ended,
     leave_soon,
-    on_end,
 )
 from lightning_hetero.comm.collectives.topology import Topology
-from lightning_hetero.strategies._lightning.membership.launcher import leave_all_groups
 from tests.helpers import Points, Regressor, run_ranks, trainer_of
 
 COMPRESSED = {"compression": BlockTopK(density=0.3, block=8, warmup_steps=2), "staleness": 1}
@@ -114,45 +113,55 @@ def test_a_group_that_was_made_for_nothing_is_left_when_all_ranks_have_made_it()
         assert after[1] == made[1]
 
 
-def test_a_group_that_cannot_be_left_keeps_nobody_when_members_change(monkeypatch):
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    free, left = threading.Event(), threading.Event()
-
-    class Stuck(Owned):
-        def close(self):
-            free.wait(30)
-            left.set()
-
-    ended(Stuck())
-    leave_all_groups()
-    leave_ended()  # nothing is left to do
-    assert not left.is_set()
-    free.set()
-    assert left.wait(30)
+def wait_for(condition):
+    """Whether it came true within half a minute."""
+    until = time.monotonic() + 30
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.02)
+    return condition()
 
 
-def _stale(rank):
-    """A group of an earlier default group whose call never ends: who frees it waits."""
+def _leaves(rank, folder, stuck, dropped):
+    """Rank 0 begins anew while a sum waits for rank 1, which takes no part until that is done."""
     dist.init_process_group("gloo")
-    free, freed, owner = threading.Event(), threading.Event(), Owned()
-    closers = on_end(owner)
-    closers.append(lambda: (free.wait(30), freed.set()))
-    dist.destroy_process_group()
+    owner = ControlPlane(rank, 2)
+    groups = {"default": dist.group.WORLD, "own": owner._group}
+    dist.barrier()
+    begun = folder / "begun"
+    if rank == 1:
+        seen = wait_for(begun.exists)
+        del groups, owner
+        leave_all()
+        return seen
+    dist.all_reduce(torch.ones(1), group=groups[stuck], async_op=True)
+    gone = {name: weakref.ref(group) for name, group in groups.items()}
+    del groups
+    if dropped == "ended":
+        ended(owner)
+    if dropped != "late":
+        del owner
+    leave_all()
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-    dist.init_process_group("gloo")
-    now = []
-    later = Owned()
-    on_end(later).append(lambda: now.append("left"))
-    del owner, later
-    ControlPlane(rank, 2)
-    before = freed.is_set()
-    free.set()
-    return before, freed.wait(30), now
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    if dropped == "late":
+        del owner
+        gc.collect()
+        leave_ended()
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    held = gone[stuck]() is not None
+    begun.touch()
+    assert wait_for(lambda: "lightning_hetero-leave" not in {thread.name for thread in threading.enumerate()})
+    return x.item(), held, [name for name, group in gone.items() if group() is not None]
 
 
-def test_a_training_begins_although_a_group_of_lost_workers_cannot_be_freed():
-    """It may be collected after the others were left; those of this default group are left at once."""
-    assert run_ranks(_stale, 2) == [(False, True, ["left"])] * 2
+@pytest.mark.parametrize("dropped", ["before", "ended", "late"])
+@pytest.mark.parametrize("stuck", ["default", "own"])
+def test_a_worker_begins_anew_while_a_call_of_its_earlier_groups_is_stuck(tmp_path, stuck, dropped):
+    """Whoever frees the last reference to a group waits for its calls: not the worker, for which all others wait."""
+    first, seen = run_ranks(_leaves, 2, tmp_path, stuck, dropped)
+    assert first == (1.0, True, [])
+    assert seen
 
 
 def _freed(rank, front):

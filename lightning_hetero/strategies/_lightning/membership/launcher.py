@@ -4,19 +4,17 @@ The members leave the loop, meet again, and fit from the newest state that one o
 was saved in that very step. A newcomer takes the same way.
 """
 
-import gc
 import inspect
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from lightning_hetero.comm.agreement.group_lifetime import leave_ended_later
+from lightning_hetero.comm.agreement.group_lifetime import leave_all
 from lightning_hetero.comm.membership.group_sockets import making_group, shut_down_groups
 from lightning_hetero.comm.membership.members import MembershipError, TrainingOverError
 from lightning_hetero.comm.membership.roster import Roster
@@ -117,7 +115,8 @@ class MembershipLauncher:
             if fitting:
                 brought = self._strategy.outlive_members(trainer)
             if dist.is_initialized():
-                leave_all_groups()
+                shut_down_groups()
+                leave_all()
             log.debug("rank %d left its group within %.2f s", self._roster.rank, time.monotonic() - since)
 
     def _is_change(self, error: Exception) -> bool:
@@ -181,15 +180,6 @@ class MembershipLauncher:
                 timeout=self._strategy._timeout,
             )
         self._hooks = before, sys.excepthook
-
-
-def leave_all_groups() -> None:
-    """Leave all process groups, also those in which a collective call waits for a worker that is lost."""
-    shut_down_groups()
-    with suppress(RuntimeError, ValueError):
-        dist.destroy_process_group()
-    gc.collect()  # what the training has left holds them, too
-    leave_ended_later()
 
 
 def refuse_weight_averaging(trainer: "Trainer") -> None:
