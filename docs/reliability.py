@@ -133,16 +133,17 @@ ROWS = (
     Row(
         "R8",
         "A rank that stands still for some time changes no weight and loses no sample. The log names it; a process "
-        "that stays stopped ends the job.",
+        "that stays stopped ends the job, in every front end.",
         (
             f"{MONITOR}::test_a_rank_that_stands_still_for_a_while_is_named_and_loses_nothing",
             f"{MONITOR}::test_a_rank_that_is_stopped_for_ever_is_named_and_ends_the_job",
+            "tests/comm/failures/test_failure_watch.py::test_a_frozen_rank_ends_the_others_which_name_it",
             f"{MONITOR}::test_the_error_of_a_wait_that_is_too_long_names_the_rank",
             f"{FAULTS}::test_rank_that_stays_away_from_an_agreement_is_given_up_after_the_timeout_of_the_strategy",
         ),
-        "named after 60 s, ended after 600 s, or after the strategy's `timeout`; Lightning only",
+        "named after half a minute, all ended after a minute, or 3 s after the strategy's `timeout` if that is shorter",
         ("Freeze", "Pause"),
-        "Names of silent ranks under Fabric, Accelerate and Transformers.",
+        "An end before the strategy's `timeout` for a rank that is alive but slow: it is only named.",
     ),
     Row(
         "R9",
@@ -235,19 +236,23 @@ ROWS = (
     ),
     Row(
         "R16",
-        "A checkpoint file that is cut off, or in which a byte has changed, is a named error; training goes on from "
-        "the one before if the damaged one is the `last`. State that is missing or malformed is a named error, and "
-        "files of the older kind are read.",
+        "A checkpoint file that is cut off, or in which a byte has changed, is a named error, and so is one in a "
+        "folder that Accelerate or Transformers saves. Training goes on from the one before if the damaged one is the "
+        "`last`, or a folder that nobody has named. State that is missing or malformed is a named error, and files of "
+        "the older kind are read.",
         (
             f"{FILES}::test_a_damaged_file_is_named_or_loads_what_was_saved",
             f"{FILES}::test_a_training_goes_on_from_the_newest_whole_file_where_the_last_is_damaged",
             f"{FILES}::test_the_older_kind_of_file_is_read",
+            "tests/accelerate/test_checkpoint.py::test_a_state_that_changed_is_named_on_every_rank_or_passed_over",
+            "tests/transformers/test_training.py::test_a_checkpoint_that_changed_is_named_on_every_rank_or_passed_over",
+            "tests/test_hostile_files.py",
             f"{RESUME}::test_malformed_state_of_ours_is_a_named_error",
             f"{RESUME}::test_ranks_with_different_checkpoints_are_told",
         ),
         "all 8 bits of every byte of the directory; 1200 random damages",
         ("TruncateCheckpoint", "FlipByte"),
-        "Folders that Accelerate and Transformers save, and sharded ones.",
+        "Folders of shards: `hetero_fsdp` saves one file.",
     ),
     Row(
         "R17",
@@ -263,15 +268,18 @@ ROWS = (
     ),
     Row(
         "R18",
-        "SIGTERM to any rank ends all of them before the same batch, with a checkpoint where one is asked for.",
+        "SIGTERM to any rank ends all of them before the same batch, with a checkpoint where one is asked for. "
+        "Outside of Lightning, it does so with [the lines that ask for one](faults.md#signals-to-stop).",
         (
             f"{SIGNALS}::test_all_ranks_end_with_a_checkpoint_when_told_at_almost_the_same_time",
             f"{SIGNALS}::test_one_rank_that_is_told_ends_all",
             f"{SIGNALS}::test_slurms_signal_to_requeue_saves_on_all_ranks_at_the_same_batch",
+            "tests/preemption/test_runs.py::test_a_training_that_is_told_to_end_saves_and_ends",
+            "tests/transformers/test_jit_checkpoint.py::test_all_ranks_save_after_the_step_that_follows_a_signal",
         ),
-        "the second batch after the signal",
+        "the second batch after the signal; with Transformers, the step that follows 3 s",
         ("Sigterm",),
-        "The same under Fabric, Accelerate and Transformers, where the process ends at once.",
+        "A checkpoint outside of Lightning without these lines: the process ends at once.",
     ),
     Row(
         "R19",
@@ -411,14 +419,17 @@ ROWS = (
     ),
     Row(
         "P2",
-        "What a training has set up is gone afterwards: process groups, hooks of optimizers, handlers of signals.",
+        "Steps leave nothing behind, in any mode: no file, thread, process group, key, hook or tensor. What a training "
+        "has set up is gone when the next one of the process begins.",
         (
+            "tests/test_leaks.py::test_steps_leave_nothing",
+            "tests/test_docs.py::test_what_trainings_leave_is_that_of_the_benchmark",
             "tests/comm/agreement/test_group_lifetime.py",
             "tests/comm/gradients/test_nonfinite.py::test_nothing_is_skipped_any_more_once_the_skipper_has_gone",
             f"{SIGNALS}::test_lightning_is_left_as_it_was",
         ),
-        "nothing left",
-        reason="Flat memory over thousands of steps.",
+        "10,000 steps, 20 trainings: [Benchmarks](benchmarks.md#long-and-many-trainings)",
+        reason="Flat memory of a GPU: its check, a part of `make gpu`, has not run on one yet.",
     ),
 )
 
