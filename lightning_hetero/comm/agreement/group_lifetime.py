@@ -103,8 +103,7 @@ def leave_all() -> None:
     others would wait for this worker, whenever it frees the group. So a thread holds each group longer than others do.
     """
     groups = list(dist.distributed_c10d._world.pg_map)
-    with suppress(RuntimeError, ValueError):
-        dist.destroy_process_group()
+    dist.destroy_process_group()
     leave_ended()
     gc.collect()  # what a training has left holds them, too
     threading.Thread(target=_free_last, args=(groups,), name="lightning_hetero-leave", daemon=True).start()

@@ -7,6 +7,7 @@ import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockTopK, HeteroDDPStrategy
+from lightning_hetero.comm.agreement import group_lifetime
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.agreement.group_lifetime import (
     ended,
@@ -123,6 +125,8 @@ def wait_for(condition):
 
 def _leaves(rank, folder, stuck, dropped):
     """Rank 0 begins anew while a sum waits for rank 1, which takes no part until that is done."""
+    looks = []
+    group_lifetime.time = SimpleNamespace(sleep=lambda _: (looks.append(1), time.sleep(0.01)))
     dist.init_process_group("gloo")
     owner = ControlPlane(rank, 2)
     groups = {"default": dist.group.WORLD, "own": owner._group}
@@ -135,6 +139,7 @@ def _leaves(rank, folder, stuck, dropped):
         return seen
     dist.all_reduce(torch.ones(1), group=groups[stuck], async_op=True)
     gone = {name: weakref.ref(group) for name, group in groups.items()}
+    held = groups[stuck] if dropped == "held" else None
     del groups
     if dropped == "ended":
         ended(owner)
@@ -143,25 +148,41 @@ def _leaves(rank, folder, stuck, dropped):
     leave_all()
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
     dist.init_process_group("gloo", rank=0, world_size=1)
+    assert dropped != "held" or wait_for(lambda: len(looks) > 1), "the thread has looked"
+    del held
     if dropped == "late":
         del owner
         gc.collect()
         leave_ended()
     x = torch.ones(1)
     dist.all_reduce(x)
-    held = gone[stuck]() is not None
+    is_stuck = gone[stuck]() is not None
     begun.touch()
     assert wait_for(lambda: "lightning_hetero-leave" not in {thread.name for thread in threading.enumerate()})
-    return x.item(), held, [name for name, group in gone.items() if group() is not None]
+    return x.item(), is_stuck, [name for name, group in gone.items() if group() is not None]
 
 
-@pytest.mark.parametrize("dropped", ["before", "ended", "late"])
+@pytest.mark.parametrize("dropped", ["before", "ended", "held", "late"])
 @pytest.mark.parametrize("stuck", ["default", "own"])
 def test_a_worker_begins_anew_while_a_call_of_its_earlier_groups_is_stuck(tmp_path, stuck, dropped):
     """Whoever frees the last reference to a group waits for its calls: not the worker, for which all others wait."""
     first, seen = run_ranks(_leaves, 2, tmp_path, stuck, dropped)
     assert first == (1.0, True, [])
     assert seen
+
+
+def test_what_refers_to_itself_is_freed_before_a_worker_begins_anew(monkeypatch):
+    """As a model does under DDP, which holds a copy of all gradients."""
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    gc.disable()
+    try:
+        model = Owned()
+        model.itself, gone = model, weakref.ref(model)
+        del model
+        leave_all()
+    finally:
+        gc.enable()
+    assert gone() is None
 
 
 def _freed(rank, front):
