@@ -137,7 +137,7 @@ def _leaves(rank, folder, stuck, dropped):
         del groups, owner
         leave_all()
         return seen
-    dist.all_reduce(torch.ones(1), group=groups[stuck], async_op=True)
+    waits = dist.all_reduce(torch.ones(1), group=groups[stuck], async_op=True)
     gone = {name: weakref.ref(group) for name, group in groups.items()}
     held = groups[stuck] if dropped == "held" else None
     del groups
@@ -156,7 +156,7 @@ def _leaves(rank, folder, stuck, dropped):
         leave_ended()
     x = torch.ones(1)
     dist.all_reduce(x)
-    is_stuck = gone[stuck]() is not None
+    is_stuck = not waits.is_completed()
     begun.touch()
     assert wait_for(lambda: "lightning_hetero-leave" not in {thread.name for thread in threading.enumerate()})
     return x.item(), is_stuck, [name for name, group in gone.items() if group() is not None]
