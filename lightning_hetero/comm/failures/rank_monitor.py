@@ -4,22 +4,20 @@ A collective call waits silently until its timeout, and then does not say for wh
 leaves signs of life in the job's store; rank 0 reads those of all others, and the others read rank 0's.
 """
 
-import gc
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from types import FrameType
 from typing import Any
 
 from lightning_hetero.comm.failures.bulletin import Bulletin
 from lightning_hetero.comm.failures.failure import Failure
+from lightning_hetero.comm.failures.main_thread import debugged
 
-__all__ = ["ENDED", "MonitorSettings", "RankMonitor", "debugged", "end_process", "frames_of_threads"]
+__all__ = ["ENDED", "MonitorSettings", "RankMonitor", "end_process"]
 
 log = logging.getLogger("lightning_hetero")
 
@@ -63,36 +61,6 @@ class MonitorSettings:
 
 
 SETTINGS = MonitorSettings()
-
-
-def frames_of_threads() -> dict[int, FrameType]:
-    """Return the frame of each thread, without a deadlock.
-
-    Python 3.11 holds a lock here that threads need to begin and to end. If it collects garbage meanwhile, another
-    thread may run, and wait for that lock with the one of the interpreter in its hands (CPython's issue 106883).
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        return sys._current_frames()
-    finally:
-        if collects:
-            gc.enable()
-
-
-def debugged() -> bool:
-    """Return whether a debugger watches this process, which it may stop at any time."""
-    if "pydevd" in sys.modules or sys.gettrace() is not None:
-        return True
-    monitoring = getattr(sys, "monitoring", None)  # since Python 3.12
-    if monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None:
-        return True
-    frame = frames_of_threads().get(threading.main_thread().ident or 0)
-    while frame is not None:  # a trace function belongs to its thread, but marks each frame
-        if frame.f_trace is not None:
-            return True
-        frame = frame.f_back
-    return False
 
 
 class RankMonitor:

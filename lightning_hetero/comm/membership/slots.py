@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_hetero.comm.failures.rank_monitor import debugged
+from lightning_hetero.comm.failures.main_thread import debugged
 
 __all__ = ["Pulse", "Slot", "SlotBoard", "job_board"]
 

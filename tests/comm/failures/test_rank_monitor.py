@@ -1,6 +1,5 @@
 """A rank for which all others wait is named, and a lost one ends the job, with processes under a wall limit."""
 
-import gc
 import logging
 import os
 import signal
@@ -282,65 +281,11 @@ def test_a_rank_under_a_debugger_is_named_and_never_lost(lines):
 
 def test_a_debugger_is_told_before_the_process_falls_silent(monkeypatch):
     store = dist.HashStore()
-    assert not monitor.debugged()
     monkeypatch.setitem(sys.modules, "pydevd", sys)
     watch = watching(1, 2, store, lambda: (0, 3, True)).start()
     until(lambda: store.check(["sign/1"]))
     assert store.get("sign/1").decode().endswith(" 1")
     watch.stop()
-
-
-def test_a_debugger_of_the_main_thread_is_found_from_others():
-    """As ``breakpoint()`` sets it: a trace function of this thread, which marks its frames."""
-    found, frame, before = [], sys._getframe(), sys.gettrace()
-    trace = lambda *given: None  # noqa: E731
-    sys.settrace(trace)
-    try:
-        frame.f_trace = trace
-        thread = threading.Thread(target=lambda: found.append(monitor.debugged()))
-        thread.start()
-        thread.join()
-        found.append(monitor.debugged())
-    finally:
-        frame.f_trace = None
-        sys.settrace(before)
-    assert found == [True, True]
-
-
-@pytest.mark.parametrize("collects", [True, False])
-def test_no_garbage_is_collected_while_the_interpreter_lists_its_threads(collects):
-    """What is freed would wait for threads that can neither begin nor end meanwhile."""
-    collections = []
-
-    def note(phase, info):
-        caller = sys._getframe(1)
-        if threading.current_thread() is threading.main_thread() and caller.f_code.co_name == "frames_of_threads":
-            collections.append(caller.f_lineno)
-
-    thresholds, before = gc.get_threshold(), gc.isenabled()
-    (gc.enable if collects else gc.disable)()
-    gc.set_threshold(1)
-    gc.callbacks.append(note)
-    try:
-        found = monitor.frames_of_threads()
-        after = gc.isenabled()
-    finally:
-        gc.callbacks.remove(note)
-        gc.set_threshold(*thresholds)
-        (gc.enable if before else gc.disable)()
-    assert collections == []
-    assert after == collects
-    assert found[threading.main_thread().ident] is not None
-
-
-@pytest.mark.skipif(not hasattr(sys, "monitoring"), reason="since Python 3.12")
-def test_a_debugger_that_monitors_is_found():
-    sys.monitoring.use_tool_id(sys.monitoring.DEBUGGER_ID, "a debugger")
-    try:
-        assert monitor.debugged()
-    finally:
-        sys.monitoring.free_tool_id(sys.monitoring.DEBUGGER_ID)
-    assert not monitor.debugged()
 
 
 @pytest.mark.parametrize("failure", [Failure(2, "no sign of life", lost=True), Failure(2, "ValueError: bad")])
