@@ -1,11 +1,18 @@
-"""What the main thread does, as other threads see it."""
+"""What the main thread does, as other threads see it: whether it is debugged, or in a collective call."""
 
 import gc
 import sys
 import threading
+from pathlib import Path
 from types import FrameType
 
-__all__ = ["debugged", "frames_of_threads"]
+import torch.distributed as dist
+from torch.nn.parallel import distributed as ddp
+
+__all__ = ["debugged", "frames_of_threads", "in_collective"]
+
+CALLERS = (str(Path(dist.__file__).parent), str(ddp.__file__), str(Path(__file__).parents[1]))
+"""Files and folders whose functions call what waits for other ranks."""
 
 
 def frames_of_threads() -> dict[int, FrameType]:
@@ -36,3 +43,12 @@ def debugged() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def in_collective() -> bool:
+    """Return whether the main thread is in a call in which other ranks take part, as far as its frames tell.
+
+    What waits is written in C++ and has no frame, so the innermost one belongs to its caller.
+    """
+    frame = frames_of_threads().get(threading.main_thread().ident or 0)
+    return frame is not None and frame.f_code.co_filename.startswith(CALLERS)

@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_hetero.comm.failures.bulletin import Bulletin
 from lightning_hetero.comm.failures.failure import Failure
-from lightning_hetero.comm.failures.main_thread import debugged
+from lightning_hetero.comm.failures.main_thread import debugged, in_collective
 
 __all__ = ["ENDED", "MonitorSettings", "RankMonitor", "end_process"]
 
@@ -23,6 +23,9 @@ log = logging.getLogger("lightning_hetero")
 
 OVER = "over"
 """Last sign of a rank that stops monitoring: its silence from then on means nothing."""
+Stand = tuple[int, int, bool, bool]
+"""Epoch, batch, whether in a backward pass, and whether in a collective call elsewhere."""
+
 ENDED = "it takes no part any more, because its training has ended"
 
 
@@ -37,7 +40,7 @@ class MonitorSettings:
             the wait has doubled.
         lost_s: seconds without a sign of life after which the job ends; the rank is named after half of them. The
             monitor's threads run whatever the main thread does, so the process must be stopped or gone. Also the
-            longest wait in a backward pass for a rank that has ended its training, and so never comes.
+            longest wait in a collective call for a rank that has ended its training, and so never comes.
         answer_s: seconds that ranks have to answer a roll call.
     """
 
@@ -169,20 +172,25 @@ class RankMonitor:
             self._lost(failure)
 
     def _judge(self) -> None:
-        since, before = time.monotonic(), self._progress()
+        since, before = time.monotonic(), self._stand()
         while not self._over.wait(self.settings.period_s / 2):
             now = time.monotonic()
             if now - self._looked > 3 * self.settings.period_s:  # this very process was stopped
                 self._answered, since = now, now
                 self._seen = {rank: (sign, now, now) for rank, (sign, _, _) in self._seen.items()}
             self._looked = now
-            here = self._progress()
+            here = self._stand()
             since, before = (since, before) if here == before else (now, here)
-            self._speak(now, now - since if here[2] else 0.0, here)
+            self._speak(now, now - since if any(here[2:]) else 0.0, here)
             if self._deadline is not None and now > self._deadline and self._bulletin.first is not None:
                 self._end(self._bulletin.first)
 
-    def _speak(self, now: float, waiting: float, here: tuple[int, int, bool]) -> None:
+    def _stand(self) -> Stand:
+        """Return where the main thread is; whether in a collective call, only if a rank has ended, as it costs time."""
+        epoch, batch, backward = self._progress()
+        return epoch, batch, backward, not backward and any(map(self._has_ended, self._watched)) and in_collective()
+
+    def _speak(self, now: float, waiting: float, here: Stand) -> None:
         suspects, me = self._suspected(now, waiting, here), self._bulletin.rank
         self.suspects = "; ".join(f"rank {rank}: {what}, for {seconds:.0f} s" for rank, seconds, what, _ in suspects)
         for rank, seconds, what, gone in suspects:
@@ -202,7 +210,7 @@ class RankMonitor:
         """Seconds without a sign of life after which a rank is named."""
         return min(self.settings.quiet_s, self.settings.lost_s / 2)
 
-    def _suspected(self, now: float, waiting: float, here: tuple[int, int, bool]) -> list[tuple[int, float, str, bool]]:
+    def _suspected(self, now: float, waiting: float, here: Stand) -> list[tuple[int, float, str, bool]]:
         """Return the ranks that others wait for: for how long, why, and whether they can never come."""
         suspects: list[tuple[int, float, str, bool]] = []
         blind = now - self._answered > self._quiet_s
@@ -218,10 +226,21 @@ class RankMonitor:
                     suspects.append((rank, ended, ENDED, True))
             elif now - alive > self._quiet_s and not blind:
                 suspects.append((rank, now - alive, "it shows no sign of life", True))
-            elif waiting > self.settings.quiet_s and sign.split()[1:4] == [str(here[0]), str(here[1]), "0"]:
-                what = f"it is in batch {here[1]} of epoch {here[0]} and has not come to its backward pass"
-                suspects.append((rank, min(waiting, now - moved), what, False))
+            elif here[2] and waiting > self.settings.quiet_s:
+                what = self._elsewhere(sign, here)
+                if what:
+                    suspects.append((rank, min(waiting, now - moved), what, False))
         return suspects
+
+    def _elsewhere(self, sign: str, here: Stand) -> str:
+        """Return where another rank is, if that is not the backward pass in which this one waits; else nothing."""
+        epoch, batch, backward = map(int, sign.split()[1:4])
+        if (epoch, batch, backward) == here[:3]:
+            return ""
+        at = f"it is in batch {batch} of epoch {epoch}"
+        if (epoch, batch) == here[:2]:
+            return f"{at} and has not come to its backward pass"
+        return f"{at}, and rank {self._bulletin.rank} in batch {here[1]} of epoch {here[0]}"
 
     def _has_ended(self, rank: int) -> bool:
         """Return whether a rank has said that its training is over."""

@@ -3,10 +3,18 @@
 import gc
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.failures import main_thread
+from tests.helpers import run_ranks
 
 
 def test_a_debugger_of_the_main_thread_is_found_from_others():
@@ -61,3 +69,45 @@ def test_a_debugger_that_monitors_is_found():
     finally:
         sys.monitoring.free_tool_id(sys.monitoring.DEBUGGER_ID)
     assert not main_thread.debugged()
+
+
+def _calls(rank):
+    """Whether rank 0 is in a collective call: while it computes, and in calls that rank 1 comes to later."""
+    dist.init_process_group("gloo")
+    control, net = ControlPlane(rank, 2), torch.nn.Linear(2, 2)
+    calls = {
+        "barrier": dist.barrier,
+        "agreement": lambda: control.gather_objects(rank),
+        "asynchronous agreement": lambda: control.gather_later(np.zeros(3))(),
+        "wrapping": lambda: DistributedDataParallel(net),
+    }
+    with ThreadPoolExecutor(1) as pool:
+        seen = {"computing": pool.submit(main_thread.in_collective).result()}
+    store = dist.distributed_c10d._get_default_store()
+    for name, call in calls.items():
+        if rank == 1:
+            store.wait([name])
+            call()
+            continue
+        thread = threading.Thread(target=lambda name=name: seen.update({name: _found(store, name)}))
+        thread.start()
+        call()
+        thread.join()
+    store.set("over", "")
+    return seen
+
+
+def _found(store, name):
+    """Whether the main thread is found in a collective call within 20 s, after which rank 1 comes."""
+    until = time.monotonic() + 20
+    while not (found := main_thread.in_collective()) and time.monotonic() < until:
+        time.sleep(0.01)
+    store.set(name, "")
+    return found
+
+
+def test_a_main_thread_that_waits_in_a_collective_call_is_found():
+    first, _ = run_ranks(_calls, 2)
+    assert first == {"computing": False} | dict.fromkeys(
+        ("barrier", "agreement", "asynchronous agreement", "wrapping"), True
+    )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
@@ -213,6 +214,34 @@ def test_a_busy_rank_is_named_again_ever_later_until_it_goes_on_and_is_never_los
         one.stop()
 
 
+@pytest.mark.parametrize(
+    ("sign", "said"),
+    [
+        ("7 0 3 0 0", "it is in batch 3 of epoch 0 and has not come to its backward pass"),
+        ("7 0 2 0 0", "it is in batch 2 of epoch 0, and rank 0 in batch 3 of epoch 0"),
+        ("7 1 3 1 0", "it is in batch 3 of epoch 1, and rank 0 in batch 3 of epoch 0"),
+        ("7 0 3 1 0", None),
+    ],
+)
+def test_a_rank_that_is_elsewhere_is_named_with_where_both_are(lines, clock, sign, said):
+    """Its own loop may have ended earlier, so that it waits for this one, too."""
+    lost, begin = [], clock.now
+
+    def progress():
+        watch._answered = clock.now
+        watch._note(1, sign + " " * round(4 * (clock.now - begin)))
+        return 0, 3, True
+
+    watch = watching(0, 2, dist.HashStore(), progress, lost.append)
+    look(watch, clock, *[0.25] * 8)
+    named = [line for line in lines if "waits for rank 1" in line]
+    if said is None:
+        assert named == []
+    else:
+        assert named[0].startswith(f"rank 0 waits for rank 1: {said}, for ")
+    assert lost == []
+
+
 def test_a_rank_is_not_waited_for_by_one_that_computes_itself(lines):
     store = dist.HashStore()
     watch = [watching(rank, 2, store, lambda: (0, 3, False)).start() for rank in range(2)]
@@ -368,6 +397,14 @@ def test_who_hears_nothing_from_the_store_accuses_only_the_rank_that_holds_it(li
         assert bool(lost) == bool(suspects)
 
 
+@pytest.fixture
+def calls(monkeypatch):
+    """Whether the main thread is in a collective call, for each look at it in turn."""
+    calls = deque([False])
+    monkeypatch.setattr(monitor, "in_collective", lambda: calls.rotate(-1) or calls[-1])
+    return calls
+
+
 def waiting_for_one_that_ends(clock, me, *, waits=True, hears=True):
     """A rank that waits for another, which ends after a second; and what is lost."""
     lost, begin = [], clock.now
@@ -399,8 +436,28 @@ def test_a_rank_that_has_ended_is_not_waited_for_forever(lines, clock, me):
     assert failure.what.startswith(ended)
 
 
+@pytest.mark.parametrize("me", [0, 1])
+def test_a_rank_that_has_ended_is_not_waited_for_forever_in_any_collective_call(lines, clock, calls, me):
+    """Such as a sync round: both are counted from the end of the other."""
+    calls[0] = True
+    watch, lost = waiting_for_one_that_ends(clock, me, waits=False)
+    look(watch, clock, *[0.25] * 10)
+    assert lost == []
+    watch, lost = waiting_for_one_that_ends(clock, me, waits=False)
+    look(watch, clock, *[0.25] * 11)
+    assert [(failure.rank, failure.lost) for failure in lost] == [(1 - me, True)]
+
+
+def test_a_rank_that_does_something_else_now_and_then_does_not_wait(lines, clock, calls):
+    """An evaluation by this rank alone, in which some function of torch's is called."""
+    calls.extend([True] * 5)
+    watch, lost = waiting_for_one_that_ends(clock, 0, waits=False)
+    look(watch, clock, *[0.25] * 30)
+    assert lost == []
+
+
 @pytest.mark.parametrize("how", [{"waits": False}, {"hears": False}])
-def test_a_rank_that_has_ended_is_not_missed_by_one_that_does_not_wait_or_hears_nothing(lines, clock, how):
+def test_a_rank_that_has_ended_is_not_missed_by_one_that_does_not_wait_or_hears_nothing(lines, clock, calls, how):
     """Before its end, it was silent for a second."""
     watch, lost = waiting_for_one_that_ends(clock, 0, **how)
     look(watch, clock, *[0.25] * 4)
