@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -149,7 +150,7 @@ class Keeper:
             with suppress(subprocess.TimeoutExpired):
                 return worker.wait(timeout=BEAT_S)
             newest, now = self.board.pulse_of(self.slot, life), time.monotonic()
-            if newest != sign or not newest:
+            if newest != sign or (not newest and self._may_yet_begin(worker.pid)):
                 sign, heard = newest, now
             ends = newest.endswith(ENDS)
             if now - heard > (max(self.silence, END_S) if ends else self.silence):
@@ -161,6 +162,10 @@ class Keeper:
                         "worker %d had finished training and its script; its interpreter did not end", self.slot
                     )
                     return 0
+
+    def _may_yet_begin(self, pid: int) -> bool:
+        """Return whether a worker without a sign may give one: its imports take long, if it runs and has others."""
+        return not (is_stopped(pid) or self.board.finished(range(self.slots)))
 
     def _start(self, environment: dict[str, str]) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(self.command, env=environment, preexec_fn=_end_with_parent)
@@ -180,6 +185,18 @@ class Keeper:
             self._told = number
         if self._worker is not None and self._worker.poll() is None:
             self._worker.send_signal(number)
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped, as by SIGSTOP; ``False`` where the kernel does not say so in ``/proc``.
+
+    Example:
+        >>> is_stopped(os.getpid())
+        False
+    """
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def _end_with_parent() -> None:

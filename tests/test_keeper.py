@@ -212,6 +212,23 @@ def test_a_worker_that_falls_silent_is_killed(board, tmp_path):
     assert board.state_of(1) == (1, OVER)
 
 
+def test_a_worker_that_is_stopped_before_its_first_sign_is_killed(board, tmp_path):
+    """Its imports may take long, so that silence alone tells nothing then."""
+    code = NOTE + "if life == 0: os.kill(os.getpid(), signal.SIGSTOP)"
+    kept, done = keeper(board, code, tmp_path / "notes", silence=0.1), []
+    thread = threading.Thread(target=lambda: done.append(kept._lives()), daemon=True)
+    thread.start()
+    thread.join(timeout=30)
+    assert done == [0]
+    assert board.state_of(1) == (1, OVER)
+
+
+def test_a_worker_that_has_not_begun_when_training_is_over_is_killed(board, tmp_path, caplog):
+    board.finish(0, 0)
+    assert keeper(board, NOTE + "import time; time.sleep(60)", tmp_path / "notes", silence=0.1).run() == 0
+    assert "the others have finished training without worker 1" in caplog.text
+
+
 @pytest.mark.parametrize(("least", "lives"), [(60.0, 1), (0.1, 2)])
 def test_an_interpreter_that_ends_gets_more_time(board, tmp_path, monkeypatch, least, lives):
     """It gives no signs any more, and may have much to do."""
