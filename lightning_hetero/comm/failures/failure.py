@@ -69,8 +69,8 @@ class Failure:
             )
         how = f"{self.name} is lost ({self.what})" if self.lost else str(self)
         return (
-            f"rank {rank} ends the training, which cannot go on: {how}. Look at that process and its host, and start "
-            "again from the last checkpoint."
+            f"rank {rank} ends the training, which cannot go on: {how}. Look at the log of that rank and at its host, "
+            "and start again from the last checkpoint."
         )
 
     def to_json(self) -> str:

@@ -94,23 +94,24 @@ def accelerate(_rank, what):
         accelerator.end_training()
 
 
-def _steps(accelerator, what):
+def _steps(accelerator, what, passes=1):
     net = _network()
     net, optimizer, loader = accelerator.prepare(
         net, torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(_dataset(), 4, shuffle=True)
     )
-    for step, (x, y) in enumerate(loader):
-        if what and step == AT:
-            strike(what)
-        optimizer.zero_grad()
-        accelerator.backward(nn.functional.mse_loss(net(x), y))
-        optimizer.step()
+    for _ in range(passes):
+        for step, (x, y) in enumerate(loader):
+            if what and step == AT:
+                strike(what)
+            optimizer.zero_grad()
+            accelerator.backward(nn.functional.mse_loss(net(x), y))
+            optimizer.step()
 
 
-def again(_rank, what):
-    """A rank catches its error and begins another training, in which nobody else takes part."""
+def again(_rank, what, passes):
+    """A rank catches its error, or ends early, and begins another training, in which nobody else takes part."""
     with suppress(ZeroDivisionError):
-        _steps(HeteroAccelerator(cpu=True), what)
+        _steps(HeteroAccelerator(cpu=True), what, passes)
     HeteroAccelerator(cpu=True)
 
 
