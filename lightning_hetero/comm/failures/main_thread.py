@@ -1,4 +1,4 @@
-"""What the main thread does, as other threads see it: whether it is debugged, or in a collective call."""
+"""View of the main thread from other threads: whether it is debugged, or in a collective call."""
 
 import gc
 import sys
