@@ -24,7 +24,7 @@ log = logging.getLogger("lightning_hetero")
 OVER = "over"
 """Last sign of a rank that stops monitoring: its silence from then on means nothing."""
 Stand = tuple[int, int, bool, bool]
-"""Epoch, batch, whether in a backward pass, and whether in a collective call elsewhere."""
+"""Epoch, batch, whether in a backward pass, and whether in a collective call that does not end."""
 
 ENDED = "it takes no part any more, because its training has ended"
 
@@ -138,8 +138,8 @@ class RankMonitor:
                     continue
                 count, due = count + 1, self._answered + self.settings.period_s
                 epoch, batch, waits = self._progress()
-                self._bulletin.sign(f"{count} {epoch} {batch} {int(waits)} {int(debugged())}")
-                for rank in self._watched:
+                self._bulletin.sign(f"{count} {epoch} {batch} {int(waits)} {int(in_collective())} {int(debugged())}")
+                for rank in self._bulletin.others if self._somebody_has_ended else self._watched:
                     self._note(rank, self._bulletin.sign_of(rank))
             self._bulletin.sign(OVER)
         except (RuntimeError, ValueError) as error:  # the store is gone; the other thread notices
@@ -186,9 +186,14 @@ class RankMonitor:
                 self._end(self._bulletin.first)
 
     def _stand(self) -> Stand:
-        """Return where the main thread is; whether in a collective call, only if a rank has ended, as it costs time."""
+        """Return where the main thread is, and whether it waits in vain elsewhere.
+
+        So it does in a collective call if a rank has ended, and all others wait, too. Else one of them may still come,
+        as to a ``gather``, which the ended one has left when its part was sent.
+        """
         epoch, batch, backward = self._progress()
-        return epoch, batch, backward, not backward and any(map(self._has_ended, self._watched)) and in_collective()
+        in_vain = not backward and self._somebody_has_ended and all(map(self._waits, self._bulletin.others))
+        return epoch, batch, backward, in_vain and in_collective()
 
     def _speak(self, now: float, waiting: float, here: Stand) -> None:
         suspects, me = self._suspected(now, waiting, here), self._bulletin.rank
@@ -241,6 +246,14 @@ class RankMonitor:
         if (epoch, batch) == here[:2]:
             return f"{at} and has not come to its backward pass"
         return f"{at}, and rank {self._bulletin.rank} in batch {here[1]} of epoch {here[0]}"
+
+    @property
+    def _somebody_has_ended(self) -> bool:
+        return any(map(self._has_ended, self._watched))
+
+    def _waits(self, rank: int) -> bool:
+        """Return whether a rank has ended, or was in a backward pass or a collective call at its last sign."""
+        return self._has_ended(rank) or "1" in self._seen[rank][0].split()[3:5]
 
     def _has_ended(self, rank: int) -> bool:
         """Return whether a rank has said that its training is over."""

@@ -217,10 +217,10 @@ def test_a_busy_rank_is_named_again_ever_later_until_it_goes_on_and_is_never_los
 @pytest.mark.parametrize(
     ("sign", "said"),
     [
-        ("7 0 3 0 0", "it is in batch 3 of epoch 0 and has not come to its backward pass"),
-        ("7 0 2 0 0", "it is in batch 2 of epoch 0, and rank 0 in batch 3 of epoch 0"),
-        ("7 1 3 1 0", "it is in batch 3 of epoch 1, and rank 0 in batch 3 of epoch 0"),
-        ("7 0 3 1 0", None),
+        ("7 0 3 0 0 0", "it is in batch 3 of epoch 0 and has not come to its backward pass"),
+        ("7 0 2 0 0 0", "it is in batch 2 of epoch 0, and rank 0 in batch 3 of epoch 0"),
+        ("7 1 3 1 0 0", "it is in batch 3 of epoch 1, and rank 0 in batch 3 of epoch 0"),
+        ("7 0 3 1 0 0", None),
     ],
 )
 def test_a_rank_that_is_elsewhere_is_named_with_where_both_are(lines, clock, sign, said):
@@ -256,7 +256,7 @@ def test_a_silent_rank_is_named_and_then_lost_once_and_those_that_have_not_begun
     store, lost = dist.HashStore(), []
     watch = watching(0, 4, store, lambda: (0, 3, False), lost.append)
     store.set("sign/2", "over")
-    store.set("sign/3", "7 0 3 1 0")
+    store.set("sign/3", "7 0 3 1 0 0")
     watch.start()
     until(lambda: of(lines, "rank 0 waits for rank 3: it shows no sign of life"))
     assert lost == []
@@ -273,7 +273,7 @@ def _loses(path):
     logging.getLogger("lightning_hetero").addHandler(logging.FileHandler(path))
     monitor.SETTINGS = monitor.MonitorSettings(period_s=0.02, quiet_s=0.05, lost_s=0.1)
     store = dist.HashStore()
-    store.set("sign/1", "7 0 3 1 0")
+    store.set("sign/1", "7 0 3 1 0 0")
     end = lambda failure: monitor.end_process(failure.farewell(0))  # noqa: E731
     watching(0, 2, store, lambda: (0, 3, True), end).start()
     time.sleep(30.0)
@@ -299,8 +299,8 @@ def test_a_rank_that_ends_says_so_and_is_not_missed():
 
 def test_a_rank_under_a_debugger_is_named_and_never_lost(lines):
     store, lost = dist.HashStore(), []
-    store.set("sign/1", "7 0 3 1 1")
-    store.set("sign/2", "7 0 3 1 0")
+    store.set("sign/1", "7 0 3 1 0 1")
+    store.set("sign/2", "7 0 3 1 0 0")
     watch = watching(0, 3, store, lambda: (0, 3, True), lost.append).start()
     until(lambda: lost)
     assert lost[0].rank == 2
@@ -390,7 +390,7 @@ def test_who_hears_nothing_from_the_store_accuses_only_the_rank_that_holds_it(li
     for rank, suspects in enumerate(["", "rank 0: the store that it holds does not answer, for 1 s"]):
         lost = []
         watch = watching(rank, 2, dist.HashStore(), lambda: (0, 3, True), lost.append)
-        watch._note(1 - rank, "7 0 3 1 0")
+        watch._note(1 - rank, "7 0 3 1 0 0")
         look(watch, clock, *[0.25] * 4)
         assert (watch.suspects, lost) == (suspects, [])
         look(watch, clock, *[0.25] * 4)
@@ -405,8 +405,8 @@ def calls(monkeypatch):
     return calls
 
 
-def waiting_for_one_that_ends(clock, me, *, waits=True, hears=True):
-    """A rank that waits for another, which ends after a second; and what is lost."""
+def waiting_for_one_that_ends(clock, me, *, waits=True, hears=True, third=None):
+    """A rank that waits for another, which ends after a second; and what is lost. There may be a third one."""
     lost, begin = [], clock.now
 
     def progress():
@@ -414,10 +414,12 @@ def waiting_for_one_that_ends(clock, me, *, waits=True, hears=True):
             watch._answered = clock.now
         if clock.now == begin + 1.0:
             watch._note(1 - me, "over")
+        if third is not None:
+            watch._note(2, f"{round(4 * (clock.now - begin))} {third}")
         return 0, 3, waits
 
-    watch = watching(me, 2, dist.HashStore(), progress, lost.append)
-    watch._note(1 - me, "7 0 3 1 0")
+    watch = watching(me, 2 if third is None else 3, dist.HashStore(), progress, lost.append)
+    watch._note(1 - me, "7 0 3 1 0 0")
     return watch, lost
 
 
@@ -448,6 +450,22 @@ def test_a_rank_that_has_ended_is_not_waited_for_forever_in_any_collective_call(
     assert [(failure.rank, failure.lost) for failure in lost] == [(1 - me, True)]
 
 
+@pytest.mark.parametrize("me", [0, 1])
+@pytest.mark.parametrize(
+    ("third", "comes"),
+    [("0 3 0 0 0", True), ("0 2 0 0 1", True), ("0 3 0 1 0", False), ("0 3 1 0 0", False), ("over", False)],
+)
+def test_a_rank_that_has_ended_may_have_left_a_call_to_which_another_still_comes(lines, clock, calls, me, third, comes):
+    """It has sent its part of a ``gather``, and the third one has not yet; else all wait for one that never comes."""
+    calls[0] = True
+    watch, lost = waiting_for_one_that_ends(clock, me, waits=False, third=third)
+    if third == "over":
+        watch._note(2, "over")
+        watch._note = lambda rank, sign, note=watch._note: rank == 2 or note(rank, sign)
+    look(watch, clock, *[0.25] * 16)
+    assert bool(lost) != comes
+
+
 def test_a_rank_that_does_something_else_now_and_then_does_not_wait(lines, clock, calls):
     """An evaluation by this rank alone, in which some function of torch's is called."""
     calls.extend([True] * 5)
@@ -469,7 +487,7 @@ def test_a_rank_that_has_ended_is_not_missed_by_one_that_does_not_wait_or_hears_
 def test_a_process_that_was_stopped_itself_accuses_nobody(lines, clock):
     lost = []
     watch = watching(1, 2, dist.HashStore(), lambda: (0, 3, True), lost.append)
-    watch._note(0, "7 0 3 1 0")
+    watch._note(0, "7 0 3 1 0 0")
     look(watch, clock, 0.25, 100.0, 0.25)
     assert (watch.suspects, lost, lines) == ("", [], [])
     look(watch, clock, *[0.25] * 8)
@@ -481,7 +499,7 @@ def test_rank_0_is_not_missed_after_its_end(lines, clock):
     for end in ("of the monitor", "of the training", ""):
         store, lost = dist.HashStore(), []
         watch = watching(1, 2, store, lambda: (0, 3, False), lost.append)
-        watch._note(0, "over" if end == "of the monitor" else "7 0 3 0 0")
+        watch._note(0, "over" if end == "of the monitor" else "7 0 3 0 0 0")
         if end == "of the training":
             Bulletin(0, 2, store).end()
             watch._bulletin.poll()
