@@ -104,8 +104,8 @@ def leave_all() -> None:
     """
     groups = list(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()
-    leave_ended()
     gc.collect()  # what a training has left holds them, too
+    leave_ended()
     threading.Thread(target=_free_last, args=(groups,), name="lightning_hetero-leave", daemon=True).start()
 
 

@@ -63,6 +63,11 @@ class Bulletin:
         """Leave a sign of life of this rank."""
         self._store.set(f"sign/{self.rank}", text)
 
+    def sign_instead(self, text: str) -> None:
+        """Leave a sign in the place of the last one of this rank, unless its notes have been deleted."""
+        if self.sign_of(self.rank):
+            self.sign(text)
+
     def sign_of(self, rank: int) -> str:
         """Return the newest sign of life of a rank, empty if there is none yet."""
         name = f"sign/{rank}"

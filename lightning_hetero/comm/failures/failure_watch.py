@@ -21,7 +21,7 @@ import torch.distributed as dist
 from lightning_hetero.comm.failures import rank_monitor
 from lightning_hetero.comm.failures.bulletin import Bulletin, launcher_holds_store
 from lightning_hetero.comm.failures.failure import Failure, is_ordinary, of_connection
-from lightning_hetero.comm.failures.rank_monitor import ENDED, RankMonitor, end_process
+from lightning_hetero.comm.failures.rank_monitor import AGAIN, ENDED, RankMonitor, end_process
 from lightning_hetero.comm.failures.store_calls import StoreCalls
 from lightning_hetero.comm.failures.store_keys import forget_keys
 
@@ -40,12 +40,14 @@ GONE = "its process is gone, and the job's store with it"
 Progress = tuple[int, int, bool]
 
 _open: "set[FailureWatch]" = set()
+_left: "set[FailureWatch]" = set()
+"""Watches that have ended since the newest training began."""
 _noted: set[int] = set()
 """Runs whose notes rank 0 has to delete when all ranks have left them."""
 
 
 def end_abandoned_watches() -> None:
-    """End the watches whose owners are gone, or only wait to be collected.
+    """End the watches whose owners are gone, or only wait to be collected; say in all that have ended what comes next.
 
     To be called before another watch begins, which deletes what all ranks have left in the store.
     """
@@ -54,6 +56,8 @@ def end_abandoned_watches() -> None:
         gc.collect()
     for watch in own:
         watch.end_if_abandoned()
+    while _left:
+        _left.pop().begin_another()
 
 
 def _bulletin_of(store: dist.Store, run: int, rank: int, world_size: int) -> Bulletin:
@@ -93,6 +97,7 @@ class FailureWatch:
         self._place: Callable[[], Progress | None] = lambda: (0, 0, False)
         self._bulletin: Bulletin | None = None
         self._monitor: RankMonitor | None = None
+        self._last: Bulletin | None = None
         self._calls = StoreCalls(0.0, 0.0)
         self._hook = self._earlier = sys.excepthook
         self._process = os.getpid()
@@ -150,6 +155,7 @@ class FailureWatch:
         SYSTEM.excepthook = self._hook
         atexit.register(self._at_end)
         _open.add(self)
+        _left.discard(self)
 
     def end(self, error: BaseException | None = None) -> None:
         """End the watch with a loop of the user's.
@@ -185,7 +191,17 @@ class FailureWatch:
         if not monitor.cut_off:
             with suppress(*NO_STORE):
                 self._calls(lambda: self._leave(bulletin))
+            self._last = bulletin
+            _left.add(self)
         self._calls.close()
+
+    def begin_another(self) -> None:
+        """Tell ranks that are still in the training that has ended here that this rank begins another one."""
+        bulletin, self._last = self._last, None
+        if bulletin is not None and self.of_this_process:
+            with suppress(*NO_STORE):
+                self._calls(lambda: bulletin.sign_instead(AGAIN))
+            self._calls.close()
 
     def _leave(self, bulletin: Bulletin) -> None:
         bulletin.leave()

@@ -17,12 +17,14 @@ from lightning_hetero.comm.failures.bulletin import Bulletin
 from lightning_hetero.comm.failures.failure import Failure
 from lightning_hetero.comm.failures.main_thread import debugged, in_collective
 
-__all__ = ["ENDED", "MonitorSettings", "RankMonitor", "end_process"]
+__all__ = ["AGAIN", "ENDED", "MonitorSettings", "RankMonitor", "end_process"]
 
 log = logging.getLogger("lightning_hetero")
 
 OVER = "over"
 """Last sign of a rank that stops monitoring: its silence from then on means nothing."""
+AGAIN = "again"
+"""Sign in the place of the last one if the rank has begun another training since: it never comes back to this one."""
 Stand = tuple[int, int, bool, bool]
 """Epoch, batch, whether in a backward pass, and whether in a collective call that does not end."""
 
@@ -139,7 +141,7 @@ class RankMonitor:
                 count, due = count + 1, self._answered + self.settings.period_s
                 epoch, batch, waits = self._progress()
                 self._bulletin.sign(f"{count} {epoch} {batch} {int(waits)} {int(in_collective())} {int(debugged())}")
-                for rank in self._bulletin.others if self._somebody_has_ended else self._watched:
+                for rank in self._bulletin.others if self._never_comes else self._watched:
                     self._note(rank, self._bulletin.sign_of(rank))
             self._bulletin.sign(OVER)
         except (RuntimeError, ValueError) as error:  # the store is gone; the other thread notices
@@ -188,11 +190,11 @@ class RankMonitor:
     def _stand(self) -> Stand:
         """Return where the main thread is, and whether it waits in vain elsewhere.
 
-        So it does in a collective call if a rank has ended, and all others wait, too. Else one of them may still come,
-        as to a ``gather``, which the ended one has left when its part was sent.
+        So it does in a collective call if a rank has begun another training, and all others wait, too. Else one of them
+        may still come, as to a ``gather``, which that rank has left when its part was sent.
         """
         epoch, batch, backward = self._progress()
-        in_vain = not backward and self._somebody_has_ended and all(map(self._waits, self._bulletin.others))
+        in_vain = not backward and self._never_comes and all(map(self._waits, self._bulletin.others))
         return epoch, batch, backward, in_vain and in_collective()
 
     def _speak(self, now: float, waiting: float, here: Stand) -> None:
@@ -248,8 +250,9 @@ class RankMonitor:
         return f"{at}, and rank {self._bulletin.rank} in batch {here[1]} of epoch {here[0]}"
 
     @property
-    def _somebody_has_ended(self) -> bool:
-        return any(map(self._has_ended, self._watched))
+    def _never_comes(self) -> bool:
+        """``True`` if a rank that this one watches has begun another training."""
+        return any(self._seen[rank][0] == AGAIN for rank in self._watched)
 
     def _waits(self, rank: int) -> bool:
         """Return whether a rank has ended, or was in a backward pass or a collective call at its last sign."""
@@ -257,7 +260,7 @@ class RankMonitor:
 
     def _has_ended(self, rank: int) -> bool:
         """Return whether a rank has said that its training is over."""
-        return self._seen[rank][0] == OVER or (rank == 0 and self._bulletin.over)
+        return self._seen[rank][0] in (OVER, AGAIN) or (rank == 0 and self._bulletin.over)
 
 
 def end_process(text: str) -> Any:

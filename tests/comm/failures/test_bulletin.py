@@ -116,6 +116,14 @@ def test_signs_of_life(ranks):
     assert ranks[0].sign_of(1) == "1 0 0 0 0"
 
 
+def test_a_sign_in_the_place_of_the_last_one_brings_back_no_notes(ranks):
+    ranks[1].sign_instead("again")
+    assert ranks[1].sign_of(1) == ""
+    ranks[1].sign("over")
+    ranks[1].sign_instead("again")
+    assert ranks[1].sign_of(1) == "again"
+
+
 def test_only_an_own_child_is_found():
     store = dist.HashStore()
     parent, own = (Bulletin(rank, 4, store) for rank in (0, 2))

@@ -330,6 +330,64 @@ def test_nothing_is_collected_where_no_watch_of_this_process_is_open(monkeypatch
         watch.close()
 
 
+@pytest.fixture
+def _nothing_left(monkeypatch):
+    """No watches but those of the test have ended."""
+    monkeypatch.setattr(failure_watch, "_left", set())
+
+
+@pytest.mark.usefixtures("_nothing_left")
+def test_ranks_that_are_still_in_a_training_hear_that_another_has_begun():
+    store, threads = dist.HashStore(), set(threading.enumerate())
+    (one, other), _owners = watches(store=store)
+    bulletin = other._bulletin
+    one.close()
+    assert bulletin.sign_of(0) == "over"
+    failure_watch.end_abandoned_watches()
+    assert bulletin.sign_of(0) == "again"
+    assert bulletin.sign_of(1) not in ("", "over", "again"), "it has not ended"
+    other.close()
+    assert bulletin.sign_of(1) == "over"
+    keys = set(store.list_keys())
+    for name in keys:
+        store.delete_key(name)
+    failure_watch.end_abandoned_watches()
+    assert set(store.list_keys()) == set(), "notes that were deleted do not come back"
+    assert failure_watch._left == set()
+    until(lambda: set(threading.enumerate()) <= threads)
+
+
+@pytest.mark.usefixtures("_nothing_left")
+def test_a_training_that_goes_on_is_not_left_for_another():
+    (one, other), _owners = watches()
+    one.close()
+    other.close()
+    for watch in (one, other):
+        watch.open()
+    bulletin = one._bulletin
+    failure_watch.end_abandoned_watches()
+    assert not {bulletin.sign_of(0), bulletin.sign_of(1)} & {"over", "again"}
+    for watch in (one, other):
+        watch.close()
+
+
+@pytest.mark.usefixtures("_nothing_left")
+@pytest.mark.parametrize("how", ["gone", "forked"])
+def test_another_training_begins_although_nobody_can_be_told(monkeypatch, how):
+    store = dist.HashStore()
+    (one, other), _owners = watches(store=store)
+    one.close()
+    if how == "gone":
+        one._last._store = Broken(store, "gone")
+        one._last._store.broken.set()
+    else:
+        monkeypatch.setattr(failure_watch.os, "getpid", lambda: -1)
+    failure_watch.end_abandoned_watches()
+    assert other._bulletin.sign_of(0) == "over"
+    monkeypatch.undo()
+    other.close()
+
+
 def test_a_watch_may_end_by_itself_while_others_are_ended(monkeypatch):
     """Its own threads notice that its owner is gone."""
     found, _owners = watches(3)
