@@ -63,11 +63,6 @@ class Bulletin:
         """Leave a sign of life of this rank."""
         self._store.set(f"sign/{self.rank}", text)
 
-    def sign_instead(self, text: str) -> None:
-        """Leave a sign in the place of the last one of this rank, unless its notes have been deleted."""
-        if self.sign_of(self.rank):
-            self.sign(text)
-
     def sign_of(self, rank: int) -> str:
         """Return the newest sign of life of a rank, empty if there is none yet."""
         name = f"sign/{rank}"
@@ -143,6 +138,15 @@ class Bulletin:
     def leave(self) -> None:
         """Note that this rank reads no more."""
         self._store.set(f"gone/{self.rank}", "")
+
+    def begin_another(self) -> None:
+        """Note that this rank begins another training, unless the notes of this one have been deleted."""
+        if self._store.check([f"process/{self.rank}"]):
+            self._store.set(f"another/{self.rank}", "")
+
+    def has_begun_another(self, rank: int) -> bool:
+        """Return whether a rank has begun another training."""
+        return self._store.check([f"another/{rank}"])
 
     def settle(self, seconds: float) -> None:
         """Wait until the other ranks have read all notes, left or failed; the process with the store may end then."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from lightning_hetero.comm.failures import rank_monitor
 from lightning_hetero.comm.failures.bulletin import Bulletin, launcher_holds_store
 from lightning_hetero.comm.failures.failure import Failure, is_ordinary, of_connection
-from lightning_hetero.comm.failures.rank_monitor import AGAIN, ENDED, RankMonitor, end_process
+from lightning_hetero.comm.failures.rank_monitor import ENDED, RankMonitor, end_process
 from lightning_hetero.comm.failures.store_calls import StoreCalls
 from lightning_hetero.comm.failures.store_keys import forget_keys
 
@@ -179,6 +179,9 @@ class FailureWatch:
 
     def close(self) -> None:
         """End the watch."""
+        if self._bulletin is not None:  # before it looks as if it has ended to another thread, which begins another
+            self._last = self._bulletin
+            _left.add(self)
         bulletin, self._bulletin = self._bulletin, None
         monitor, self._monitor = self._monitor, None
         if bulletin is None or monitor is None:
@@ -191,17 +194,16 @@ class FailureWatch:
         if not monitor.cut_off:
             with suppress(*NO_STORE):
                 self._calls(lambda: self._leave(bulletin))
-            self._last = bulletin
-            _left.add(self)
         self._calls.close()
 
     def begin_another(self) -> None:
         """Tell ranks that are still in the training that has ended here that this rank begins another one."""
         bulletin, self._last = self._last, None
         if bulletin is not None and self.of_this_process:
+            calls = StoreCalls(self._calls.timeout, self._calls.notice)  # the others may be in use by another thread
             with suppress(*NO_STORE):
-                self._calls(lambda: bulletin.sign_instead(AGAIN))
-            self._calls.close()
+                calls(bulletin.begin_another)
+            calls.close()
 
     def _leave(self, bulletin: Bulletin) -> None:
         bulletin.leave()

@@ -17,14 +17,14 @@ from lightning_hetero.comm.failures.bulletin import Bulletin
 from lightning_hetero.comm.failures.failure import Failure
 from lightning_hetero.comm.failures.main_thread import debugged, in_collective
 
-__all__ = ["AGAIN", "ENDED", "MonitorSettings", "RankMonitor", "end_process"]
+__all__ = ["ENDED", "MonitorSettings", "RankMonitor", "end_process"]
 
 log = logging.getLogger("lightning_hetero")
 
 OVER = "over"
 """Last sign of a rank that stops monitoring: its silence from then on means nothing."""
-AGAIN = "again"
-"""Sign in the place of the last one if the rank has begun another training since: it never comes back to this one."""
+AGAIN = "over, and it has begun another"
+"""What stands for that sign if the rank has begun another training: it never comes back to this one."""
 Stand = tuple[int, int, bool, bool]
 """Epoch, batch, whether in a backward pass, and whether in a collective call that does not end."""
 
@@ -142,7 +142,9 @@ class RankMonitor:
                 epoch, batch, waits = self._progress()
                 self._bulletin.sign(f"{count} {epoch} {batch} {int(waits)} {int(in_collective())} {int(debugged())}")
                 for rank in self._bulletin.others if self._never_comes else self._watched:
-                    self._note(rank, self._bulletin.sign_of(rank))
+                    sign = self._bulletin.sign_of(rank)
+                    again = sign == OVER and self._bulletin.has_begun_another(rank)
+                    self._note(rank, AGAIN if again else sign)
             self._bulletin.sign(OVER)
         except (RuntimeError, ValueError) as error:  # the store is gone; the other thread notices
             self.cut_off = True

@@ -116,12 +116,14 @@ def test_signs_of_life(ranks):
     assert ranks[0].sign_of(1) == "1 0 0 0 0"
 
 
-def test_a_sign_in_the_place_of_the_last_one_brings_back_no_notes(ranks):
-    ranks[1].sign_instead("again")
-    assert ranks[1].sign_of(1) == ""
-    ranks[1].sign("over")
-    ranks[1].sign_instead("again")
-    assert ranks[1].sign_of(1) == "again"
+def test_a_rank_begins_another_training(ranks):
+    """Notes that have been deleted do not come back."""
+    ranks[1].begin_another()
+    assert not ranks[1].has_begun_another(1)
+    ranks[1].sign_in()
+    ranks[1].begin_another()
+    assert ranks[1].has_begun_another(1)
+    assert not ranks[1].has_begun_another(0)
 
 
 def test_only_an_own_child_is_found():

@@ -340,21 +340,35 @@ def _nothing_left(monkeypatch):
 def test_ranks_that_are_still_in_a_training_hear_that_another_has_begun():
     store, threads = dist.HashStore(), set(threading.enumerate())
     (one, other), _owners = watches(store=store)
-    bulletin = other._bulletin
+    begun = other._bulletin.has_begun_another
     one.close()
-    assert bulletin.sign_of(0) == "over"
+    assert not begun(0)
     failure_watch.end_abandoned_watches()
-    assert bulletin.sign_of(0) == "again"
-    assert bulletin.sign_of(1) not in ("", "over", "again"), "it has not ended"
+    assert begun(0)
+    assert not begun(1), "it has not ended"
     other.close()
-    assert bulletin.sign_of(1) == "over"
-    keys = set(store.list_keys())
-    for name in keys:
+    for name in set(store.list_keys()):
         store.delete_key(name)
     failure_watch.end_abandoned_watches()
     assert set(store.list_keys()) == set(), "notes that were deleted do not come back"
     assert failure_watch._left == set()
     until(lambda: set(threading.enumerate()) <= threads)
+
+
+@pytest.mark.usefixtures("_nothing_left")
+def test_a_watch_that_another_thread_ends_is_left_for_another_training(monkeypatch):
+    """The thread of its monitor, which has just noticed that its owner is gone."""
+    (one, other), _owners = watches()
+    leave, goes_on = one._leave, threading.Event()
+    monkeypatch.setattr(one, "_leave", lambda bulletin: (goes_on.wait(30), leave(bulletin)))
+    thread = threading.Thread(target=one.close)
+    thread.start()
+    until(lambda: one._bulletin is None)
+    failure_watch.end_abandoned_watches()
+    goes_on.set()
+    thread.join()
+    assert other._bulletin.has_begun_another(0)
+    other.close()
 
 
 @pytest.mark.usefixtures("_nothing_left")
@@ -366,7 +380,7 @@ def test_a_training_that_goes_on_is_not_left_for_another():
         watch.open()
     bulletin = one._bulletin
     failure_watch.end_abandoned_watches()
-    assert not {bulletin.sign_of(0), bulletin.sign_of(1)} & {"over", "again"}
+    assert not any(map(bulletin.has_begun_another, range(2)))
     for watch in (one, other):
         watch.close()
 
@@ -383,7 +397,7 @@ def test_another_training_begins_although_nobody_can_be_told(monkeypatch, how):
     else:
         monkeypatch.setattr(failure_watch.os, "getpid", lambda: -1)
     failure_watch.end_abandoned_watches()
-    assert other._bulletin.sign_of(0) == "over"
+    assert not other._bulletin.has_begun_another(0)
     monkeypatch.undo()
     other.close()
 

@@ -405,7 +405,7 @@ def calls(monkeypatch):
     return calls
 
 
-def waiting_for_one_that_ends(clock, me, *, end="over", waits=True, hears=True, third=None):
+def waiting_for_one_that_ends(clock, me, *, another=False, waits=True, hears=True, third=None):
     """A rank that waits for another, which ends after a second; and what is lost. There may be a third one."""
     lost, begin = [], clock.now
 
@@ -413,7 +413,7 @@ def waiting_for_one_that_ends(clock, me, *, end="over", waits=True, hears=True, 
         if hears:
             watch._answered = clock.now
         if clock.now == begin + 1.0:
-            watch._note(1 - me, end)
+            watch._note(1 - me, monitor.AGAIN if another else monitor.OVER)
         if third is not None:
             watch._note(2, f"{round(4 * (clock.now - begin))} {third}")
         return 0, 3, waits
@@ -442,10 +442,10 @@ def test_a_rank_that_has_ended_is_not_waited_for_forever(lines, clock, me):
 def test_a_rank_that_has_ended_is_not_waited_for_forever_in_any_collective_call(lines, clock, calls, me):
     """Such as a sync round, if it has begun another training: both are counted from then on."""
     calls[0] = True
-    watch, lost = waiting_for_one_that_ends(clock, me, end="again", waits=False)
+    watch, lost = waiting_for_one_that_ends(clock, me, another=True, waits=False)
     look(watch, clock, *[0.25] * 10)
     assert lost == []
-    watch, lost = waiting_for_one_that_ends(clock, me, end="again", waits=False)
+    watch, lost = waiting_for_one_that_ends(clock, me, another=True, waits=False)
     look(watch, clock, *[0.25] * 11)
     assert [(failure.rank, failure.lost) for failure in lost] == [(1 - me, True)]
 
@@ -458,7 +458,7 @@ def test_a_rank_that_has_ended_is_not_waited_for_forever_in_any_collective_call(
 def test_a_rank_that_has_ended_may_have_left_a_call_to_which_another_still_comes(lines, clock, calls, me, third, comes):
     """It has sent its part of a ``gather``, and the third one has not yet; else all wait for one that never comes."""
     calls[0] = True
-    watch, lost = waiting_for_one_that_ends(clock, me, end="again", waits=False, third=third)
+    watch, lost = waiting_for_one_that_ends(clock, me, another=True, waits=False, third=third)
     if third == "over":
         watch._note(2, "over")
         watch._note = lambda rank, sign, note=watch._note: rank == 2 or note(rank, sign)
@@ -478,7 +478,7 @@ def test_a_rank_that_has_ended_may_come_to_a_call_after_its_training(lines, cloc
 def test_a_rank_that_does_something_else_now_and_then_does_not_wait(lines, clock, calls):
     """An evaluation by this rank alone, in which some function of torch's is called."""
     calls.extend([True] * 5)
-    watch, lost = waiting_for_one_that_ends(clock, 0, end="again", waits=False)
+    watch, lost = waiting_for_one_that_ends(clock, 0, another=True, waits=False)
     look(watch, clock, *[0.25] * 30)
     assert lost == []
 
