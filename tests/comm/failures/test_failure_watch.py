@@ -55,16 +55,20 @@ def test_a_frozen_rank_ends_the_others_which_name_it(tmp_path, loop):
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("first", [("raise", 2), ("", 1)], ids=["in a pass", "between passes"])
-def test_a_rank_that_begins_another_training_ends_the_others_which_name_it(tmp_path, first):
+@pytest.mark.parametrize(
+    ("odd", "first"),
+    [(1, ("raise", 2)), (1, ("", 1)), (0, ("", 1))],
+    ids=["in a pass", "between passes", "rank 0 between passes"],
+)
+def test_a_rank_that_begins_another_training_ends_the_others_which_name_it(tmp_path, odd, first):
     """It has caught its error, or made fewer passes; its connections stay, and so the others would wait for long.
 
     They do so in a backward pass, or in a sync round.
     """
-    codes, texts = programs(tmp_path, again, lambda rank: first if rank == 1 else ("", 2), SHORT, left=(1,))
-    for rank in (0, 2):
+    codes, texts = programs(tmp_path, again, lambda rank: first if rank == odd else ("", 2), SHORT, left=(odd,))
+    for rank in {0, 1, 2} - {odd}:
         assert codes[rank] == 1
-        ended = "rank 1 is lost (it takes no part any more, because its training has ended"
+        ended = f"rank {odd} is lost (it takes no part any more, because its training has ended"
         assert f"rank {rank} ends the training, which cannot go on: {ended}" in texts[rank]
 
 
