@@ -155,7 +155,6 @@ class FailureWatch:
         SYSTEM.excepthook = self._hook
         atexit.register(self._at_end)
         _open.add(self)
-        _left.discard(self)
 
     def end(self, error: BaseException | None = None) -> None:
         """End the watch with a loop of the user's.

@@ -464,6 +464,7 @@ def test_a_rank_that_has_ended_may_have_left_a_call_to_which_another_still_comes
         watch._note = lambda rank, sign, note=watch._note: rank == 2 or note(rank, sign)
     look(watch, clock, *[0.25] * 16)
     assert bool(lost) != comes
+    assert third == "over" or not of(lines, "waits for rank 2"), "nobody waits for it in a backward pass"
 
 
 @pytest.mark.parametrize("me", [0, 1])
