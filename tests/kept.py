@@ -22,7 +22,8 @@ class Forked:
     def __init__(self, function, environment):
         self.process = get_context("fork").Process(target=_child, args=(function, environment))
         self.process.start()
-        self.send_signal, self.kill = lambda number: os.kill(self.process.pid, number), self.process.kill
+        self.pid, self.kill = self.process.pid, self.process.kill
+        self.send_signal = lambda number: os.kill(self.pid, number)
 
     def wait(self, timeout=None):
         self.process.join(timeout)

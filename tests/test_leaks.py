@@ -23,6 +23,7 @@ SHORT = 45, 65
 MEMORY = 8192
 """KiB by which a process may grow between the two."""
 COUNTED = ("files", "threads", "groups", "keys", "hooks")
+KEYS = {"elastic": 3}  # of the mega-batch that runs: what was claimed, and the ranks that are at its end
 OBJECTS = {"adaptive": 5 * (LAST - FIRST)}  # its total still moves, and plans are kept
 
 
@@ -69,7 +70,8 @@ def test_steps_leave_nothing(leaks, mode):
     """Arrays, of which Python keeps no account, would show in the memory of the process."""
     for first, last in run_ranks(_counts, 2, leaks, mode, (FIRST, LAST), None):
         grown = {name: last[name] - first[name] for name in COUNTED}
-        assert grown == dict.fromkeys(COUNTED, 0)
+        assert abs(grown.pop("keys")) <= KEYS.get(mode, 0)
+        assert set(grown.values()) == {0}, grown
         most = OBJECTS.get(mode, LAST - FIRST)
         assert last["objects"] - first["objects"] < most, "at least one object in each step"
         assert last["tensor_bytes"] - first["tensor_bytes"] < 4 * (LAST - FIRST), "at least one number in each step"

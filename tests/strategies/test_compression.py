@@ -118,6 +118,7 @@ class Notes(logging.Handler):
 def test_gradients_that_no_optimizer_takes_and_that_are_sent_are_named_once(first):
     """They would take the places of all others, because nobody sets them to zero."""
     zero, one = run_ranks(_half, 2, first)
+    zero = [text for text in zero if "has made all others wait" not in text]  # as a busy machine may
     assert one == []
     if first == "trained by nobody":
         assert zero[0].startswith("block top-k: no optimizer has net.0.weight and 1 other parameters")
