@@ -13,8 +13,8 @@ LEFT_OUT = (
     (("WrongPlan",), ("elastic",), "it has no plan"),
     (("DiskFull", "ReadOnly"), ("elastic",), "it writes no record"),
     (("CorruptMessage",), DENSE, "only block top-k, in two of the modes, has messages of its own"),
-    (("Sigterm",), OWN_LOOPS, "the signal is the loop's affair: it ends the process, as without this package"),
-    (("TruncateCheckpoint", "FlipByte"), ("accelerate", "transformers"), "they save a folder, which is not checked"),
+    (("Sigterm",), OWN_LOOPS, "their ends have tests of their own: R18"),
+    (("TruncateCheckpoint", "FlipByte"), ("accelerate", "transformers"), "their folders have tests of their own: R16"),
     # too dear for what it would tell
     (("TruncateCheckpoint", "FlipByte"), (*SAME_STEP, "stale"), "the file is read by the same code as in plain"),
     (("TruncateCheckpoint", "FlipByte"), ("elastic",), "the same code reads it, and it can be saved at a merge only"),
