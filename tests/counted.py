@@ -39,6 +39,9 @@ class CountedTime:
     def spend(self, seconds):
         self.now += seconds * self._scatter.uniform(0.97, 1.03)
 
+    def sleep(self, seconds):
+        self.now += seconds
+
     def last_ready(self):
         """When the last rank gets here, by the clock of this one, to which all are then set."""
         moment = torch.tensor([self.now], dtype=torch.float64)
