@@ -355,7 +355,7 @@ def test_a_moved_editable_checkout_breaks_no_import_of_torch(moved, tmp_path):
     packages = [path for path in sys.path if path.endswith("site-packages")]
     done = subprocess.run(
         [sys.executable, "-S", "-c", IMPORT_TORCH, str(installed), *packages],
-        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"},
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "1", "PYTHONPATH": ""},
         cwd=tmp_path,
         timeout=120,
         capture_output=True,

@@ -35,13 +35,13 @@ KINDS = {
     "nesterov, later": lambda p: SparseSGD(p, lr=0.05, momentum=0.8, weight_decay=0.05, nesterov=True, pay="later"),
     "adamw": lambda p: SparseAdamW(p, lr=0.01, weight_decay=0.1),
 }
-FEW_STEPS = int(os.environ.get("MIXED_STEPS", "14"))  # 200 for all take three minutes
+FEW_STEPS = int(os.environ.get("MIXED_STEPS", "10"))  # 200 for all take three minutes
 """In the interpreter a step takes a sixth of a second."""
 LONG = [
     *((density, "momentum", FEW_STEPS) for density in (0.02, 0.3, 0.5)),
     (0.2, "nesterov, later", FEW_STEPS),
-    (0.2, "momentum", 60),
-    (0.2, "adamw", 30),
+    (0.2, "momentum", 30),
+    (0.2, "adamw", 20),
 ]
 """Density, optimizer and steps of trainings on a GPU and without one."""
 
