@@ -725,7 +725,7 @@ def test_lost_workers_are_those_of_the_benchmarks():
     names = (*names, "goodput", "calm_goodput", "ratio")
     pattern = (
         r"under (\S+) random faults, (\S+) s apart .*\(load (\S+) before.* All (\S+) samples of (\S+) epochs .* the "
-        r"same (\S+) steps\. (\S+) step that .* Of (\S+) processes, .* With faults, (\S+) samples .* and (\S+) "
+        r"same (\S+) steps\. (\S+) steps? that .* Of (\S+) processes, .* With faults, (\S+) samples .* and (\S+) "
         r"without: a share of (\S+)\. A fault costs (\S+) s .* would be (\S+)\."
     )
     *found, cost, share = re.search(pattern, said).groups()
