@@ -39,6 +39,7 @@ class RunWatch:
         world_size: number of ranks.
         device: device of this rank.
         records: whether runs are recorded and summarised; metrics do not depend on it.
+        budget: time that predictions and records may take, by default one of its own.
 
     Attributes:
         detector: stragglers, the same on all ranks.
@@ -48,10 +49,18 @@ class RunWatch:
         devices: names of the devices, for the log.
     """
 
-    def __init__(self, rank: int, world_size: int, device: torch.device, *, records: bool = True) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        *,
+        records: bool = True,
+        budget: TimeBudget | None = None,
+    ) -> None:
         self.speaks = rank == 0 and world_size > 1
         self.detector, self.memory = StragglerDetector(world_size), MemoryUse(device)
-        self._budget = TimeBudget()
+        self._budget = TimeBudget() if budget is None else budget
         self.recorder = Recorder(world_size, self._budget) if records and self.speaks else None
         self.predictions = Predictions()
         self.devices: Sequence[str] = ()

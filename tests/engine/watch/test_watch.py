@@ -12,8 +12,6 @@ from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.core.report.run_record import RunRecord
 from lightning_hetero.core.stragglers.detector import NOBODY
-from lightning_hetero.engine.watch import watch
-from lightning_hetero.engine.watch.time_budget import TimeBudget
 from lightning_hetero.engine.watch.watch import RunWatch
 from tests.engine.watch.watched import CONTEXT, CPU, EVEN, UNEVEN, Run, seen
 from tests.recorded import header
@@ -94,10 +92,9 @@ def test_a_round_has_no_predictions_of_an_earlier_one():
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_the_last_round_has_its_own_predictions_even_if_there_was_no_time(monkeypatch, given):
+def test_the_last_round_has_its_own_predictions_even_if_there_was_no_time(given):
     work = itertools.count(0.0, 0.05)
-    monkeypatch.setattr(watch, "TimeBudget", lambda: TimeBudget(clock=lambda: 0.0, work=lambda: next(work)))
-    run = Run()
+    run = Run(work=lambda: next(work))
     run.round(seen((0.08, 0.08, 0.24)))
     run.round(seen((0.16, 0.16, 0.48)))
     run.round(seen((0.3, 0.3, 0.9)), even=math.nan if given else None)
@@ -243,8 +240,7 @@ def test_steps_of_a_run_without_a_record_are_not_those_of_the_next():
     assert (record.end.steps, record.rounds[0].count) == (6, 6)
 
 
-def test_without_a_record_there_are_the_same_metrics(monkeypatch, caplog):
-    monkeypatch.setattr(watch, "TimeBudget", lambda: TimeBudget(work=lambda: 0.0))
+def test_without_a_record_there_are_the_same_metrics(caplog):
     run, recorded = Run(records=False), Run()
     for one in (run, recorded):
         for _ in range(4):
@@ -260,11 +256,10 @@ def test_without_a_record_there_are_the_same_metrics(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("records", [True, False])
-def test_predictions_take_their_share_of_the_time_and_no_more(monkeypatch, records):
+def test_predictions_take_their_share_of_the_time_and_no_more(records):
     """Each takes 50 ms of work; in 10 s only one fits, and with one more the share is used up."""
     work = itertools.count(0.0, 0.05)
-    monkeypatch.setattr(watch, "TimeBudget", lambda: TimeBudget(clock=lambda: 0.0, work=lambda: next(work)))
-    run = Run(records=records)
+    run = Run(records=records, work=lambda: next(work))
     known = [run.watch.even_step(None, seen((0.08, 0.08, 0.24)), EVEN, CONTEXT) for _ in range(4)]
     assert [math.isfinite(one) for one in known] == [True, False, False, False]
     record = run.watch.finish()

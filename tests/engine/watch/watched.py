@@ -7,6 +7,7 @@ from lightning_hetero.comm.agreement.round_result import RoundResult
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import PlanContext
+from lightning_hetero.engine.watch.time_budget import TimeBudget
 from lightning_hetero.engine.watch.watch import RunWatch
 from tests.recorded import header
 
@@ -23,10 +24,10 @@ def seen(backward, plan=EVEN, steps=8, link=0.01):
 
 
 class Run:
-    """One rank of a run that is watched."""
+    """One rank of a run that is watched; by default there is time for all of it, however slow the machine."""
 
-    def __init__(self, rank=0, records=True):
-        self.watch, self.steps = RunWatch(rank, 3, CPU, records=records), 0
+    def __init__(self, rank=0, records=True, work=lambda: 0.0):
+        self.watch, self.steps = RunWatch(rank, 3, CPU, records=records, budget=TimeBudget(lambda: 0.0, work)), 0
         self.watch.describe(header(3), None)
 
     def round(self, observations, plan=EVEN, entry=None, even=None, accumulation=1, at=None, **more):
