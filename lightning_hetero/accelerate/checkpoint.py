@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 from lightning_hetero.accelerate.base import SessionAccelerator
-from lightning_hetero.accelerate.checkpoint_folder import (
+from lightning_hetero.accelerate.loaders import SkippedLoader
+from lightning_hetero.core.checkpoint_state import DamagedCheckpointError, check_tensors, reading_state
+from lightning_hetero.core.whole_file import write_file
+from lightning_hetero.frontend.checkpoint_folder import (
     STATE_FILE,
     begin_folder,
     end_folder,
     newest_folder,
     whole_folder,
 )
-from lightning_hetero.accelerate.loaders import SkippedLoader
-from lightning_hetero.core.checkpoint_state import DamagedCheckpointError, check_tensors, reading_state
-from lightning_hetero.core.whole_file import write_file
 from lightning_hetero.frontend.log import log
 
 __all__ = ["CheckpointAccelerator"]

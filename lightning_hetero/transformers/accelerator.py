@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from lightning_hetero.accelerate import HeteroAccelerator
-from lightning_hetero.accelerate.checkpoint_folder import TRAINER_STATE, begin_folder, end_folder
 from lightning_hetero.accelerate.plugin import SWITCH
 from lightning_hetero.comm.agreement.notices import Notices
 from lightning_hetero.core.no_effect import NoEffect
+from lightning_hetero.frontend.checkpoint_folder import TRAINER_STATE, begin_folder, end_folder
 from lightning_hetero.frontend.collectives import not_computing
 from lightning_hetero.frontend.loaders import length_of
 from lightning_hetero.frontend.without_effect import ALONE, tell_left

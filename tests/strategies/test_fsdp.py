@@ -1,8 +1,10 @@
 """Sharded models (``hetero_fsdp``): gradients of one process, the learned split, checkpoints, and what is refused."""
 
 import logging
+import pickle
 import re
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import lightning as L
@@ -32,6 +34,7 @@ from lightning_hetero import (
     TTACallback,
 )
 from lightning_hetero.comm.timing.step_timer import StepTimer
+from lightning_hetero.core import DamagedCheckpointError
 from lightning_hetero.probe_job import VARIABLE
 from lightning_hetero.strategies._lightning.fsdp.requirements import unsupported_sharding, unsupported_trainer
 from lightning_hetero.strategies._lightning.fsdp.sharding import blocks_of, networks_of, spread_from_first
@@ -437,6 +440,60 @@ def test_training_resumes_inside_an_epoch_on_any_number_of_ranks(tmp_path, files
         for result in rest:
             assert result["steps"] == 21
             np.testing.assert_allclose(result["weights"], full[0]["weights"], **EXACT)
+
+
+class Planted:
+    """Says that somebody's code was called."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def _damaged(rank, path, changes):
+    """Error of each change of a checkpoint, which rank 0 makes and takes back."""
+    found = []
+    for name, change in changes:
+        content = (path / name).read_bytes()
+        if rank == 0:
+            (path / name).write_bytes(change(content))
+        trainer, model = trainer_of(HeteroFSDPStrategy(), 2, max_epochs=3), Sharded()
+        try:
+            trainer.fit(model, DataLoader(Points(70), 5), ckpt_path=str(path))
+            found.append(None)
+        except DamagedCheckpointError as error:
+            found.append(str(error))
+        torch.distributed.barrier()
+        if rank == 0:
+            (path / name).write_bytes(content)
+    return found
+
+
+def flipped(content):
+    """The content with one bit less or more, in the middle."""
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 64]) + content[middle + 1 :]
+
+
+def test_shards_that_changed_are_named_on_every_rank_before_they_are_read(tmp_path):
+    run_ranks(_saved, 2, 2, [7, 3], Sharded, True, saves(tmp_path, every_n_train_steps=5))
+    path, called = next(tmp_path.glob("*step=10.ckpt")), tmp_path / "called"
+    files = sorted(one.name for one in path.iterdir())
+    assert len(files) == 5, "metadata of torch and of Lightning, a file of each rank, checksums"
+    hostile = pickle.dumps(Planted(called))
+    changes = [*((name, flipped) for name in files), (".metadata", lambda content: hostile), (files[0], bytes)]
+    for *errors, whole in run_ranks(_damaged, 2, path, changes):
+        for (name, _), error in zip(changes, errors, strict=False):
+            assert f"{path} is not a whole checkpoint ({'' if name == 'hetero_state.sha256' else name}" in error
+        assert whole is None
+    (path / "hetero_state.sha256").unlink()  # as of plain fsdp
+    changes = [(".metadata", lambda content: hostile), (".metadata", bytes)]
+    for error, whole in run_ranks(_damaged, 2, path, changes):
+        assert f"{path} is not a whole checkpoint (.metadata" in error
+        assert whole is None
+    assert not called.exists()
 
 
 def _ddp(rank, kwargs):

@@ -13,8 +13,8 @@ import transformers
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero.accelerate import HeteroPlugin
-from lightning_hetero.accelerate.checkpoint_folder import damage_in
 from lightning_hetero.core import DamagedCheckpointError
+from lightning_hetero.frontend.checkpoint_folder import damage_in
 from lightning_hetero.transformers import HeteroTrainer, HeteroTrainingArguments, hetero_trainer
 from lightning_hetero.transformers.requirements import check_trainer
 from tests.helpers import collected, run_ranks, save_late

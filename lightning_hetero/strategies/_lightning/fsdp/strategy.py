@@ -23,8 +23,10 @@ from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.keywords import check_names
 from lightning_hetero.core.validation import check_int
 from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.frontend.checkpoint_folder import begin_folder, end_folder
 from lightning_hetero.frontend.log import show_log
 from lightning_hetero.strategies._arguments import refuse_for_own_loops
+from lightning_hetero.strategies._checkpoints.shards import whole_checkpoint
 from lightning_hetero.strategies._lightning.fsdp import requirements
 from lightning_hetero.strategies._lightning.fsdp.mesh import lasting_mesh
 from lightning_hetero.strategies._lightning.fsdp.sharding import (
@@ -98,6 +100,7 @@ class HeteroFSDPMixin(UnevenStepsMixin):
         _device_mesh: DeviceMesh | None
         _data_parallel_size: Any
         _tensor_parallel_size: Any
+        _save_distributed_checkpoint: bool
 
         @property
         def device_mesh(self) -> DeviceMesh: ...  # noqa: D102
@@ -281,8 +284,34 @@ class HeteroFSDPMixin(UnevenStepsMixin):
             )
         return super().lightning_module_state_dict()
 
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Save the checkpoint, a folder of shards with checksums of its files; a collective call."""
+        control = None if self.engine is None else self.engine.control
+        if control is None or not self._save_distributed_checkpoint or storage_options is not None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+
+        def begin() -> Path:
+            path = Path(filepath)
+            if path.is_file():  # an earlier checkpoint
+                path.unlink()
+            begin_folder(path)
+            return path
+
+        path = control.decide(begin)
+        super().save_checkpoint(checkpoint, path)
+        end_folder(path, control)  # rank 0 comes here when all shards and the rest have been written
+
     def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read weights and the optimizer's state into the shards; in a fit, resume the data where it was saved."""
+        """Read weights and the optimizer's state into the shards; in a fit, resume the data where it was saved.
+
+        Raises:
+            DamagedCheckpointError: on every rank, if a file has changed since it was saved, before it is unpickled.
+        """
+        if self.engine is not None:
+            checkpoint_path = whole_checkpoint(checkpoint_path, self.engine.control)
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         if self._trainer.state.fn == "fit":  # configure_optimizers may have asked for the number of steps
             self._trainer.fit_loop._combined_loader = None

@@ -6,7 +6,8 @@ import os
 import pytest
 import torch
 
-from lightning_hetero.accelerate.checkpoint_folder import (
+from lightning_hetero.core import DamagedCheckpointError
+from lightning_hetero.frontend.checkpoint_folder import (
     CHECKSUM_FILE,
     STATE_FILE,
     begin_folder,
@@ -15,7 +16,6 @@ from lightning_hetero.accelerate.checkpoint_folder import (
     newest_folder,
     whole_folder,
 )
-from lightning_hetero.core import DamagedCheckpointError
 
 FILES = {"model.safetensors": b"weights" * 30, "optimizer.bin": b"state" * 30, "random_states_1.pkl": b"random" * 30}
 
