@@ -31,6 +31,12 @@ FAST = DeviceProfile(q=0.0002, s=0.002, k=0.0004, m=0.002, name="fast")
 SLOW = DeviceProfile(q=0.0006, s=0.006, k=0.0012, m=0.006, name="slow")
 
 
+@pytest.fixture(autouse=True)
+def _enough_time(monkeypatch):
+    """Recording has a share of the CPU time, and leaves out rounds of runs as short as these on a slow machine."""
+    monkeypatch.setattr(time, "thread_time", lambda: 0.0)
+
+
 def read(folder):
     (path,) = Path(folder).rglob("hetero_run.jsonl")
     with open(path, encoding="utf-8") as file:

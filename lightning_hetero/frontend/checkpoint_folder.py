@@ -130,11 +130,12 @@ def _sums(folder: str | Path, names: Sequence[str], control: ControlPlane | None
         own = [(path.name, _sha256(path) if path.is_file() else "") for path in paths]
     except OSError as error:  # every rank has to raise it
         own = error
-    everyone = [own] if control is None else control.gather_objects(own)
-    for one in everyone:
+    found: list[tuple[str, str]] = []
+    for one in [own] if control is None else control.gather_objects(own):
         if isinstance(one, OSError):
             raise one
-    return sorted(pair for one in everyone for pair in one)
+        found += one
+    return sorted(found)
 
 
 def _sha256(path: Path) -> str:

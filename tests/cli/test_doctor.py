@@ -82,6 +82,27 @@ def test_names_that_are_not_known_are_a_problem(doctor, monkeypatch):
     assert "Problems - torch does not know lightning-hetero" in text
 
 
+@pytest.mark.parametrize(
+    ("installed", "advisories"),
+    [
+        ({"lightning": "2.6.3", "torch": "2.5.1+cu121"}, 4 * [True]),
+        ({"lightning": "2.6.1", "torch": "2.6.0"}, [False, True, False, True]),
+        ({"lightning": "2.6.6", "torch": "2.10.0"}, 4 * [False]),
+    ],
+    ids=str,
+)
+def test_versions_with_published_vulnerabilities_are_problems(doctor, monkeypatch, tmp_path, installed, advisories):
+    for name, version in installed.items():
+        (tmp_path / f"{name}-{version}.dist-info").mkdir()
+        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code, text = doctor("--json")
+    problems = " ".join(json.loads(text)["problems"])
+    names = ("GHSA-w37p-236h-pfx3", "CVE-2026-58659", "CVE-2025-32434", "CVE-2026-24747")
+    assert ([name in problems for name in names], code) == (advisories, 0)
+
+
 def checked(rank, fault):
     """Exit code and output of a rank, of which the second may have a fault in the measurement of speed."""
     module.autoload_of = lambda: WORKS

@@ -88,6 +88,7 @@ def test_a_rank_measures_its_device_and_the_first_one_writes(given):
     told = [text[:35] for text in found.problems]
     assert told == [
         "torch differs between ranks (rank 0",
+        "torch 2.9 may run code from a file ",
         "torch 2.13.0 is installed, and ligh",
         "GLOO_SOCKET_IFNAME=eth7: eth7 is no",
     ]

@@ -17,7 +17,7 @@ import torch
 from lightning_hetero.cli.doctor.autoload import LONGEST_S, autoload_of
 from lightning_hetero.cli.doctor.checkup import Checkup
 from lightning_hetero.cli.doctor.document import document
-from lightning_hetero.cli.doctor.facts import SOCKETS, ProcessFacts, process_facts, unmet
+from lightning_hetero.cli.doctor.facts import SOCKETS, ProcessFacts, process_facts, unmet, vulnerable
 from lightning_hetero.cli.doctor.group import Failure, Ranks, RanksError
 from lightning_hetero.cli.doctor.job import Job, group_problems, interface_problems, job_of
 from lightning_hetero.cli.doctor.link import LinkFacts, measure_pairs, measure_sums
@@ -141,7 +141,8 @@ class Examination:
             requires = metadata.requires("lightning-hetero") or []
         except metadata.PackageNotFoundError:
             requires = []
-        problems = [*unmet(rows[0].versions, requires), *interface_problems(rows)]
+        known = dict.fromkeys(text for row in rows for text in vulnerable(row.versions))
+        problems = [*known, *unmet(rows[0].versions, requires), *interface_problems(rows)]
         if self.checkup.world_size > 1:
             problems = [*group_problems(rows), *problems]
         self._add(rows=rows, problems=(*self.checkup.problems, *problems))

@@ -10,11 +10,21 @@ from pathlib import Path
 
 import torch
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from lightning_hetero import __version__
 from lightning_hetero.hardware import cpu_share, identity, memory_limit
 
-__all__ = ["SOCKETS", "DeviceFacts", "ProcessFacts", "device_facts", "installed_versions", "process_facts", "unmet"]
+__all__ = [
+    "SOCKETS",
+    "DeviceFacts",
+    "ProcessFacts",
+    "device_facts",
+    "installed_versions",
+    "process_facts",
+    "unmet",
+    "vulnerable",
+]
 
 PACKAGES = (
     *("torch", "lightning", "pytorch-lightning", "torchmetrics", "numpy", "scipy"),
@@ -22,6 +32,19 @@ PACKAGES = (
 )
 SOCKETS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables that name the network interfaces to use; each machine has its own."""
+
+_TAKEN_OVER = "was published by an attacker and steals credentials: uninstall it, and replace those it could read"
+_HYPERPARAMETERS = "runs code that hyperparameters in a checkpoint name"
+_WEIGHTS_ONLY = "may run code from a file in spite of weights_only=True"
+ADVISORIES = (
+    ("lightning", ">=2.6.2,<=2.6.3", "GHSA-w37p-236h-pfx3", _TAKEN_OVER, "2.6.6"),
+    ("pytorch-lightning", ">=2.6.2,<=2.6.3", "GHSA-w37p-236h-pfx3", _TAKEN_OVER, "2.6.6"),
+    ("lightning", "<2.6.6", "CVE-2026-58659", _HYPERPARAMETERS, "2.6.6"),
+    ("pytorch-lightning", "<2.6.6", "CVE-2026-58659", _HYPERPARAMETERS, "2.6.6"),
+    ("torch", "<2.6.0", "CVE-2025-32434", _WEIGHTS_ONLY, "2.6.0"),
+    ("torch", "<2.10.0", "CVE-2026-24747", _WEIGHTS_ONLY, "2.10.0"),
+)
+"""Package, vulnerable versions, advisory, what it says, and the first version that is safe from it."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +132,20 @@ def unmet(versions: Mapping[str, str | None], requires: Iterable[str]) -> list[s
                 f"pip install '{requirement.name}{wanted}'"
             )
     return list(dict.fromkeys(found))
+
+
+def vulnerable(versions: Mapping[str, str | None]) -> list[str]:
+    """Return a sentence for each published vulnerability of an installed package that concerns a training.
+
+    Example:
+        >>> vulnerable({"torch": "2.9.1+cpu", "lightning": None})  # doctest: +ELLIPSIS
+        ["torch 2.9.1+cpu may run code from a file ... (CVE-2026-24747): pip install 'torch>=2.10.0'"]
+    """
+    return [
+        f"{name} {versions[name]} {what} ({advisory}): pip install '{name}>={safe}'"
+        for name, affected, advisory, what, safe in ADVISORIES
+        if SpecifierSet(affected).contains(versions.get(name) or safe, prereleases=True)
+    ]
 
 
 def process_facts(rank: int, device: torch.device, local_rank: int) -> ProcessFacts:

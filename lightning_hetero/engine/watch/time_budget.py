@@ -28,7 +28,7 @@ class TimeBudget:
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, work: Callable[[], float] = time.thread_time
+        self, clock: Callable[[], float] = time.perf_counter, work: Callable[[], float] = lambda: time.thread_time()
     ) -> None:
         self._clock, self._work = clock, work
         self._began, self.spent = clock(), 0.0
