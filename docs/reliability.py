@@ -237,22 +237,23 @@ ROWS = (
     Row(
         "R16",
         "A checkpoint file that is cut off, or in which a byte has changed, is a named error, and so is one in a "
-        "folder that Accelerate or Transformers saves. Training goes on from the one before if the damaged one is the "
-        "`last`, or a folder that nobody has named. State that is missing or malformed is a named error, and files of "
-        "the older kind are read.",
+        "folder that Accelerate, Transformers or `hetero_fsdp` saves. Training goes on from the one before if the "
+        "damaged one is the `last` file, or a folder that nobody has named. State that is missing or malformed is a "
+        "named error, and files of the older kind are read.",
         (
             f"{FILES}::test_a_damaged_file_is_named_or_loads_what_was_saved",
             f"{FILES}::test_a_training_goes_on_from_the_newest_whole_file_where_the_last_is_damaged",
             f"{FILES}::test_the_older_kind_of_file_is_read",
             "tests/accelerate/test_checkpoint.py::test_a_state_that_changed_is_named_on_every_rank_or_passed_over",
             "tests/transformers/test_training.py::test_a_checkpoint_that_changed_is_named_on_every_rank_or_passed_over",
+            "tests/strategies/test_fsdp.py::test_shards_that_changed_are_named_on_every_rank_before_they_are_read",
             "tests/test_hostile_files.py",
             f"{RESUME}::test_malformed_state_of_ours_is_a_named_error",
             f"{RESUME}::test_ranks_with_different_checkpoints_are_told",
         ),
         "all 8 bits of every byte of the directory; 1200 random damages",
         ("TruncateCheckpoint", "FlipByte"),
-        "Folders of shards: `hetero_fsdp` saves one file.",
+        "In place of a damaged folder of shards, no other is taken.",
     ),
     Row(
         "R17",

@@ -52,6 +52,21 @@ def test_a_file_that_changed_is_named(name, damage, tmp_path):
     assert damage_in(folder) == f"{name} is {'missing' if damage is os.remove else 'not as it was written'}"
 
 
+@pytest.mark.parametrize("days", [-1, 1])
+def test_a_clock_that_is_set_while_files_are_written_does_not_matter(days, tmp_path):
+    for _ in range(2):  # into a new folder, and into one with files of before
+        begin_folder(tmp_path)
+        now = (tmp_path / CHECKSUM_FILE).stat().st_mtime + 86_400 * days
+        for name, content in FILES.items():
+            (tmp_path / name).write_bytes(content)
+            os.utime(tmp_path / name, (now, now + len(content)))
+        end_folder(tmp_path)
+        for name in FILES:
+            flip(tmp_path / name)
+            assert damage_in(tmp_path) == f"{name} is not as it was written"
+            flip(tmp_path / name)
+
+
 def test_every_byte_and_every_end_of_the_checksums_matters(tmp_path):
     folder = written(tmp_path / "state", {"model.safetensors": b"weights"})
     path = folder / CHECKSUM_FILE

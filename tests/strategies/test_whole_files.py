@@ -127,6 +127,20 @@ def test_what_is_truncated_is_named_with_those_that_are_whole(tmp_path, share):
     assert plugin.load_checkpoint(tmp_path / "c.ckpt")["weights"][0] == 2.0
 
 
+@pytest.mark.parametrize("seconds", [(1, 2, 3), (2, 3, 1), (3, 1, 2)])
+def test_the_latest_step_of_the_same_run_stands_in_for_a_damaged_last_one(tmp_path, seconds):
+    """Whatever the clock said: files may have been copied. What has come later than the last one is of another run."""
+    plugin = HeteroDDPStrategy().checkpoint_io
+    for name, step in (("a", 7), ("b", 28), ("c", 90), ("last", 30)):
+        plugin.save_checkpoint({"global_step": step, "weights": torch.full((1000,), 0.5)}, tmp_path / f"{name}.ckpt")
+    for name, second in zip("abc", seconds, strict=True):
+        os.utime(tmp_path / f"{name}.ckpt", (second, second))
+    content = bytearray((tmp_path / "last.ckpt").read_bytes())
+    content[content.index(torch.full((1000,), 0.5).numpy().tobytes())] ^= 1
+    (tmp_path / "last.ckpt").write_bytes(content)
+    assert plugin.load_checkpoint(tmp_path / "last.ckpt")["global_step"] == 28
+
+
 def _load(path):
     return torch.load(path, weights_only=True)
 

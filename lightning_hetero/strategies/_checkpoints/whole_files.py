@@ -164,7 +164,21 @@ def read_or_fall_back(load: Callable[[str | os.PathLike[str]], T], path: str | o
 
 
 def _whole_beside(path: Path) -> list[Path]:
-    """Return the newest whole checkpoints of a folder besides this one, at most five."""
+    """Return the newest whole checkpoints of a folder besides this one, at most five: by step, if that can be read.
+
+    What a ``last`` one cannot have come after is of another run.
+    """
     others = [one for one in path.parent.glob(f"*{SUFFIX}") if one != path and one.is_file()]
-    newest = sorted(others, key=lambda one: (one.stat().st_mtime_ns, one.name), reverse=True)
+    steps = {one: _step(one) for one in others}
+    end = _step(path) if path.name.startswith(LAST) else -1
+    others = [one for one in others if end < 0 or steps[one] <= end]
+    newest = sorted(others, key=lambda one: (steps[one], one.stat().st_mtime_ns, one.name), reverse=True)
     return list(islice((one for one in newest if not damage_of(one)), 5))
+
+
+def _step(path: Path) -> int:
+    """Return the step at which a checkpoint was saved, -1 if it cannot be read; no tensor is read."""
+    try:
+        return int(torch.load(path, map_location="cpu", mmap=True, weights_only=True)["global_step"])
+    except Exception:  # noqa: BLE001 - damaged files raise errors of every kind
+        return -1
