@@ -1,5 +1,6 @@
 """``HeteroAccelerator``: Accelerate's ``Accelerator`` with batches split by speed and losses weighted by the split."""
 
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -7,8 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+    parse_flag_from_env,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero.accelerate.checkpoint import CheckpointAccelerator
@@ -23,12 +30,13 @@ from lightning_hetero.accelerate.loaders import (
     unsupported_reason,
 )
 from lightning_hetero.accelerate.plugin import HeteroPlugin, check_accelerator, switched_on
+from lightning_hetero.comm.agreement.backends import compare_backends
 from lightning_hetero.comm.collectives.row_gather import refuse_own_gather
 from lightning_hetero.comm.timing.step_timer import StepTimer
 from lightning_hetero.data.streams.loaders import is_stream
 from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.frontend.joining import warn_of_stale_addresses
 from lightning_hetero.frontend.model_setup import raise_minimum
-from lightning_hetero.frontend.restart_check import warn_of_stale_addresses
 from lightning_hetero.frontend.units.loaders import OWN_ONLY_IN_LIGHTNING, is_made_of_units, stand_in
 from lightning_hetero.frontend.without_effect import tell, tell_left
 from lightning_hetero.session import HeteroSession
@@ -70,9 +78,12 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
             )
         if hetero_plugin is None and switched_on():
             hetero_plugin = HeteroPlugin()
+        store = None  # kept until the group exists
         if hetero_plugin is not None and not torch.distributed.is_initialized():
             warn_of_stale_addresses(os.environ)
+            store = _compare_backends(inspect.signature(Accelerator).bind_partial(*args, **kwargs).arguments)
         super().__init__(*args, **kwargs)
+        del store
         self.hetero_plugin = hetero_plugin
         self._chosen: torch.utils.data.DataLoader | None = None
         self._metrics: dict[str, float] = {}
@@ -291,3 +302,19 @@ class _TimedOptimizer(AcceleratedOptimizer):
         self.observer.begin_update()
         super().step(closure)
         self.observer.end_update()
+
+
+def _compare_backends(given: dict[str, Any]) -> torch.distributed.Store | None:
+    """Compare the backends that the ranks' Accelerators, of these arguments, are about to choose; a collective call."""
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        return None  # of an MPI launch
+    handlers = [one for one in given.get("kwargs_handlers") or () if isinstance(one, InitProcessGroupKwargs)]
+    chosen = handlers[0].to_kwargs() if handlers else {}
+    on_cpu = given.get("cpu") or parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
+    return compare_backends(
+        chosen.get("backend") or ("gloo" if on_cpu else "nccl"),
+        torch.device("cpu" if on_cpu else "cuda"),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=chosen.get("timeout"),
+    )

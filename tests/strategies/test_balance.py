@@ -5,10 +5,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning import Callback
 from lightning.pytorch.trainer.states import RunningStage
 
 from lightning_hetero import BatchPlan, DynamicBatchPIDCallback, HeteroDDPStrategy
+from lightning_hetero.comm.collectives import async_ops as sums
+from lightning_hetero.core.compression.settings import COMPRESSORS
 from lightning_hetero.core.policies import NAMED
 from lightning_hetero.engine import parts, training_data
 from lightning_hetero.strategies._lightning.epoch_length import recount_batches
@@ -59,6 +62,89 @@ def test_split_follows_the_faster_process_and_back(policy):
         assert epoch == 0
         if step < 200:
             assert tuple(sizes[:, step]) == split
+
+
+class Waiting(CountedTime):
+    """Time in which a rank that blocks in a collective waits for the last one; sums in the background take none."""
+
+    def __init__(self, rank, clusters):
+        gather, total, self._all_reduce = sums.async_all_gather, sums.async_all_reduce, dist.all_reduce
+        super().__init__(rank, 1e9)
+        sums.async_all_reduce, dist.all_reduce = total, self.all_reduce
+        if clusters:  # only leaders gather
+            sums.async_all_gather = gather
+
+    def all_reduce(self, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        work = self._all_reduce(tensor, op, group, async_op)
+        if group is None and not async_op:
+            moment = torch.tensor([self.now], dtype=torch.float64)
+            self._all_reduce(moment, dist.ReduceOp.MAX)
+            self.now = float(moment)
+        return work
+
+
+class Deep(Speeds):
+    """Five layers, each a bucket of its own, that take equally long."""
+
+    def __init__(self, counted, by_sample):
+        super().__init__(counted, {0: by_sample})
+        self.net = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)], torch.nn.Linear(64, 1))
+
+    def forward(self, x):
+        seconds = self.by_sample * len(x) / 15
+        for layer in self.net:
+            self.counted.spend(seconds)
+            x = layer(x)
+            x.register_hook(lambda _: self.counted.spend(2 * seconds))
+        return x
+
+
+def blocking(state, bucket):
+    """A hook of the user's that waits for each bucket."""
+    dist.all_reduce(bucket.buffer().div_(dist.get_world_size()))
+    done = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+AVERAGERS = {
+    "none": {},
+    **{name: {"compression": name} for name in COMPRESSORS},
+    "powersgd": {"compression": "powersgd(rank=2, start=2)"},
+    "block_topk, threshold": {"compression": "block_topk(selector='histogram')"},
+    "block_topk, dense": {"compression": "block_topk(dense_every=2)"},
+    "stale": {"staleness": 1},
+    "stale block_topk": {"compression": "block_topk", "staleness": 1},
+    "stale block_topk, dense": {"compression": "block_topk(dense_every=2)", "staleness": 1},
+    "a user's hook": {"ddp_comm_hook": blocking},
+}
+CLUSTERS = [[0, 1], [2]]
+IN_CLUSTERS = {
+    name: {**AVERAGERS[name], "hierarchy": CLUSTERS} for name in ("none", "block_topk", "stale", "stale block_topk")
+}
+
+
+def _learned(rank, averagers, speeds, clusters):
+    counted, splits = Waiting(rank, clusters), {}
+    for name, settings in averagers.items():
+        strategy = HeteroDDPStrategy(replan=8, bucket_cap_mb=1e-4, **settings)
+        model, n = Deep(counted, speeds[rank]), 24 * len(speeds)
+        fit(rank, strategy, len(speeds), 24, model=model, dataset=Points(n * 20, 64, torch.float32), max_epochs=1)
+        assert strategy.observations().bucket_ends.shape[2] >= 4
+        splits[name] = strategy.plan_history[-1].plan.local_batch_sizes
+    return splits
+
+
+@pytest.mark.parametrize(
+    ("averagers", "speeds", "clusters"),
+    [(AVERAGERS, (2e-3, 4e-3), False), (IN_CLUSTERS, (2e-3, 4e-3, 4e-3), True)],
+    ids=["flat", "clusters"],
+)
+def test_every_averager_learns_the_split_of_its_workers(averagers, speeds, clusters):
+    """One worker is twice as fast; what it waits for inside the hook of a bucket is no computing of its own."""
+    splits = run_ranks(_learned, len(speeds), averagers, speeds, clusters)[0]
+    optimum = 24 * len(speeds) / speeds[0] / sum(1 / speed for speed in speeds)
+    assert {name: sizes for name, sizes in splits.items() if abs(sizes[0] - optimum) > 2} == {}
 
 
 class Heavy(Regressor):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_hetero.frontend.restart_check import warn_of_stale_addresses
+from lightning_hetero.frontend.joining import warn_of_stale_addresses
 
 
 @pytest.mark.parametrize(

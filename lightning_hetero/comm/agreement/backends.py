@@ -1,16 +1,22 @@
-"""Backends of devices, and subgroups that any backend can make."""
+"""Backends of devices, whether those of all ranks fit together, and subgroups that any backend can make."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import Backend, BackendConfig
+from torch.distributed.constants import default_pg_timeout
 
 from lightning_hetero.comm.membership.group_sockets import making_group
 
-__all__ = ["backend_of", "new_group"]
+__all__ = ["backend_of", "check_backends", "compare_backends", "new_group"]
+
+PATIENCE = timedelta(seconds=10)
+"""Longest wait, when ranks are refused, until all of them know why: then rank 0 may end the store."""
 
 
 def backend_of(device: torch.device, group: Any = None) -> str:
@@ -23,8 +29,81 @@ def backend_of(device: torch.device, group: Any = None) -> str:
     Returns:
         The name in lower case, empty where the group carries no tensors of this device.
     """
-    config: str = dist.get_backend_config(group)
-    return str(BackendConfig(Backend(config)).get_device_backend_map().get(device.type, ""))
+    return _carrier(dist.get_backend_config(group), device.type)
+
+
+def _carrier(backend: str, kind: str) -> str:
+    return str(BackendConfig(Backend(backend)).get_device_backend_map().get(kind, ""))
+
+
+def check_backends(given: Sequence[tuple[str, str]]) -> None:
+    """Refuse ranks that exchange gradients by different backends, or by one that does not carry their tensors.
+
+    Args:
+        given: name of the backend and kind of the device, of each rank.
+
+    Raises:
+        ValueError: in these cases, naming the ranks.
+
+    Example:
+        >>> check_backends([("gloo", "cuda"), ("gloo", "cpu")])
+        >>> check_backends([("nccl", "cuda"), ("gloo", "cpu")])
+        Traceback (most recent call last):
+        ValueError: ranks cannot exchange gradients: rank 0 sends those of a 'cuda' device by 'nccl', ...
+    """
+    carriers = [(backend.lower(), _carrier(backend, kind)) for backend, kind in given]
+    if len(given) == 1 or (len(set(carriers)) == 1 and carriers[0][1]):
+        return
+    ranks: dict[str, list[str]] = {}
+    for rank, (backend, kind) in enumerate(given):
+        ranks.setdefault(f"those of a {kind!r} device by {backend!r}", []).append(str(rank))
+    named = ", ".join(f"rank {' and '.join(numbers)} sends {way}" for way, numbers in ranks.items())
+    raise ValueError(
+        f"ranks cannot exchange gradients: {named}. Give one backend that carries all of them on every rank: "
+        "process_group_backend='gloo' in the strategy, InitProcessGroupKwargs(backend='gloo') in Accelerate, "
+        "init_process_group('gloo') in your own loop."
+    )
+
+
+def compare_backends(
+    backend: str, device: torch.device, *, rank: int, world_size: int, timeout: timedelta | None
+) -> dist.Store | None:
+    """Let the ranks tell each other their backends in the store of ``env://``, before they make the default group.
+
+    Without this, a rank with NCCL and one with gloo wait for each other until the timeout. No key stays in the store.
+
+    Args:
+        backend: with which this rank would make the group.
+        device: of this rank.
+        rank: this rank.
+        world_size: number of ranks.
+        timeout: longest wait for another rank; that of torch by default.
+
+    Returns:
+        The store, to be kept until the group exists, since rank 0 serves it; ``None`` without other ranks.
+
+    Raises:
+        ValueError: on every rank, if :func:`check_backends` refuses them.
+    """
+    if world_size == 1:
+        return None
+    timeout = timeout or default_pg_timeout
+    server: dist.Store = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))[0]
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store, keys = dist.PrefixStore(f"lightning_hetero/backend/{attempt}", server), list(map(str, range(world_size)))
+    store.set(keys[rank], f"{backend} {device.type}")
+    store.wait(keys, timeout)
+    given = [value.decode().split(" ") for value in store.multi_get(keys)]
+    last = store.add("read", 1) == world_size
+    for key in (*keys, "read") if last else ():
+        store.delete_key(key)
+    try:
+        check_backends([(name, kind) for name, kind in given])
+    except ValueError:
+        with suppress(RuntimeError):  # the store may be gone with rank 0
+            store.set("all know", "") if last else store.wait(["all know"], PATIENCE)
+        raise
+    return server
 
 
 def new_group(ranks: list[int] | None = None, **kwargs: Any) -> Any:

@@ -35,6 +35,7 @@ class HalfPrecisionAverager(GradientAverager):
     """
 
     kind = "HalfExchange"
+    waits = False
 
     def __init__(self, settings: HalfPrecision, parameters: Mapping[str, torch.Tensor], world_size: int) -> None:
         super().__init__(world_size)

@@ -91,6 +91,8 @@ class GradientAverager(ABC):
     """Whether :meth:`average` takes the norms of this rank's gradient while weighting it, in one pass over memory."""
     may_be_stale: ClassVar[bool] = False
     """Whether a :class:`~lightning_hetero.comm.gradients.stale_averager.StaleAverager` can take its place."""
+    waits: ClassVar[bool] = True
+    """Whether :meth:`average` may wait for other ranks before it returns, so that its time is synchronization."""
     skips_nonfinite: ClassVar[bool] = False
     """Whether a step whose gradient is not finite is left out on all ranks."""
     shards: ClassVar[bool] = False
@@ -195,6 +197,7 @@ class DDPMean(GradientAverager):
 
     takes_norms = True
     may_be_stale = True
+    waits = False
 
     def __init__(self, world_size: int, topology: Topology | None = None) -> None:
         super().__init__(world_size)

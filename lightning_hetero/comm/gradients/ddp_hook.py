@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -277,7 +277,8 @@ def gradient_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Fu
         squares.take_local(buffer, bucket.parameters)
     if payout is not None and payout(bucket):
         state.pay_out(None)
-    future = averager.average(bucket, squares if fused else None)
+    with state.observer.waiting() if averager.waits else nullcontext():
+        future = averager.average(bucket, squares if fused else None)
     if state.futures is not None:
         future = state.futures.stand_in(future, buffer.device)
     parameters, stale = (bucket.parameters, averager.stale_parts) if squares.due else (None, False)

@@ -34,6 +34,8 @@ class StaleAverager(GradientAverager):
         externally_controlled: whether a controller decides what is stale, as it does together with the density.
     """
 
+    waits = False
+
     def __init__(
         self, limit: int, parameters: dict[str, torch.Tensor], world_size: int, topology: Topology | None
     ) -> None:

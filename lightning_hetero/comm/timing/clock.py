@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
+from lightning_hetero.comm.agreement.backends import check_backends
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 
 __all__ = ["Clock", "CudaClock", "HostClock", "Mark", "agreed_clock", "clock_for"]
@@ -130,18 +132,22 @@ def _unknown(given: str) -> str:
 
 
 def agreed_clock(device: torch.device, control: ControlPlane) -> Clock:
-    """Return the clock of this rank's device, after checking that every rank's device has one; a collective call.
+    """Return the clock of this rank's device, if every rank's device has one and a backend; a collective call.
 
     A single worker shares no batches, so it may compute on any device; without a clock of its own, host time counts.
 
     Raises:
-        ValueError: on every rank, if there are several and one computes on a device that has no clock.
+        ValueError: on every rank, if there are several and one computes on a device that has no clock, or whose
+            tensors the backends of the ranks do not carry to each other.
     """
-    kinds = control.gather_objects(device.type)
+    group = dist.get_backend_config() if control.world_size > 1 else ""
+    given = control.gather_objects((group, device.type))
+    kinds = [kind for _, kind in given]
     without = [f"rank {rank} computes on {kind!r}" for rank, kind in enumerate(kinds) if kind not in ("cpu", "cuda")]
     if without and len(kinds) > 1:
         raise ValueError(_unknown(", ".join(without)))
     if without:
         log.info("times of steps on %r are those of the host, which may be ahead of the device.", device.type)
         return HostClock()
+    check_backends(given)
     return clock_for(device)

@@ -18,7 +18,9 @@ class BackwardMarks(NamedTuple):
         done: when each bucket was averaged.
         ends: when the backward call returned; empty while it runs, or if it failed.
         processor: with a CPU quota, CPU seconds of the process at the start and after each bucket; else empty.
-        waits: spans in which a sharded model waited for parameters or gradients of other workers; else empty.
+        waits: spans in which the worker waited for others: a sharded model for parameters or gradients, or the hook
+            that averages a bucket; else empty.
+        waited: how many of these came before each bucket was complete.
     """
 
     start: Mark
@@ -27,6 +29,12 @@ class BackwardMarks(NamedTuple):
     ends: list[Mark]
     processor: list[float]
     waits: list[Span]
+    waited: list[int]
+
+    @property
+    def inner_waits(self) -> list[Span]:
+        """Spans that are no computing although they come before the last gradient."""
+        return self.waits[: self.waited[-1]] if self.waited else self.waits
 
     @property
     def processor_seconds(self) -> float:
@@ -60,11 +68,6 @@ class BatchMarks(NamedTuple):
     processor: list[float]
     waits: list[Span]
     work: tuple[float, ...] = ()
-
-    @property
-    def all_waits(self) -> list[Span]:
-        """Spans in which a sharded model waited, those of the backward passes included."""
-        return [*self.waits, *(span for passage in self.backwards for span in passage.waits)]
 
     @property
     def last_marks(self) -> list[Mark]:

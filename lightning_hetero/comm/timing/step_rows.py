@@ -114,13 +114,12 @@ def row_of(clock: Clock, step: StepMarks) -> Array:
         forward += between(batch.start, batch.ends[-1]) - passes - update - total(batch.excluded)
         optimizer += update
         backward += total((b.start, b.ready[-1] if b.ready else b.ends[-1]) for b in batch.backwards)
-        if batch.waits:  # of a sharded model: all that its workers wait for is synchronization
-            outside = total(batch.waits)
-            forward, backward = forward - outside, backward - (total(batch.all_waits) - outside)
-            waited += total(batch.all_waits)
-    before_last = total(last.waits) if last.waits else 0.0
-    ready = [between(last.start, mark) - before_last for mark in last.ready]
-    done = [between(last.start, last.done.get(i, last.ends[-1])) - before_last for i in range(len(ready))]
+        outside, inside = total(batch.waits), sum(total(b.inner_waits) for b in batch.backwards)
+        forward, backward, waited = forward - outside, backward - inside, waited + outside + inside
+    before = [total(last.waits[:number]) for number in last.waited]
+    ready = [between(last.start, mark) - wait for mark, wait in zip(last.ready, before, strict=True)]
+    ends = [last.done.get(i, last.ends[-1]) for i in range(len(ready))]
+    done = [between(last.start, end) - wait for end, wait in zip(ends, [*before[1:], before[-1]], strict=True)]
     done[-1] += waited
     sync = [done[i] - max(ready[i], done[i - 1] if i else ready[i]) for i in range(len(ready))]
     fields = [

@@ -108,7 +108,7 @@ class StepTimer:
             return
         start = self.clock.mark()
         processor = [] if self._processor_time is None else [self._processor_time()]
-        batch.backwards.append(BackwardMarks(start, [], {}, [], processor, []))
+        batch.backwards.append(BackwardMarks(start, [], {}, [], processor, [], []))
 
     def end_backward(self) -> None:
         """End the backward pass that began last; one that failed has no end."""
@@ -129,6 +129,7 @@ class StepTimer:
             return None
         passage = batch.backwards[-1]
         passage.ready.append(self.clock.mark())
+        passage.waited.append(len(passage.waits))
         if self._processor_time is not None:
             passage.processor.append(self._processor_time())
         return len(passage.ready) - 1
@@ -170,7 +171,7 @@ class StepTimer:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count a collective of a sharded model as synchronization, in the forward or in the backward pass.
+        """Count a collective of a sharded model, or inside the hook of a bucket, as synchronization.
 
         Each of these collectives waits for the slowest worker. Without this context, a fast worker would seem as slow.
         """
@@ -195,6 +196,7 @@ class StepTimer:
         if self._batch is not None and self._batch.backwards and self._batch.backwards[-1].ends:
             passage = self._batch.backwards[-1]
             passage.ready.append(passage.ends[-1])
+            passage.waited.append(len(passage.waits))
 
     def end_step(self) -> bool:
         """End the micro-batch and the optimizer step, if there was one; return whether gradients were averaged."""

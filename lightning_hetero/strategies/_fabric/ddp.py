@@ -1,6 +1,5 @@
 """Fabric's ``DDPStrategy`` for unequal workers, as a mixin for either of Lightning's two packages."""
 
-import os
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -15,8 +14,8 @@ from lightning_hetero.config import HeteroConfig
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.collectives import gather_unequal, not_computing
 from lightning_hetero.frontend.compression import clip_blocks
+from lightning_hetero.frontend.joining import joining
 from lightning_hetero.frontend.model_setup import attach_module, loss_scaler, raise_minimum
-from lightning_hetero.frontend.restart_check import warn_of_stale_addresses
 from lightning_hetero.frontend.without_effect import tell
 from lightning_hetero.frontend.wrap_model import WrappedModel
 from lightning_hetero.session import HeteroSession
@@ -78,10 +77,10 @@ class HeteroFabricMixin(FabricCheckpointMixin, WholeFilesMixin):
 
     def setup_environment(self) -> None:
         """Join the process group, then meet the other ranks."""
-        warn_of_stale_addresses(os.environ)
         self._set_world_ranks()
         self.config.check_world_size(self.world_size)  # before the first collective call
-        super().setup_environment()
+        with joining(self):
+            super().setup_environment()
         engine = HeteroEngine(
             self.config,
             rank=self.global_rank,

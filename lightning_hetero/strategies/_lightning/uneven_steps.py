@@ -1,7 +1,6 @@
 """Steps on unequal batches, the same for every Lightning strategy that averages gradients of all ranks in each step."""
 
 import inspect
-import os
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -13,9 +12,9 @@ from lightning_hetero.comm.collectives.row_gather import refuse_own_gather
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
 from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.frontend.joining import joining
 from lightning_hetero.frontend.model_setup import raise_minimum
 from lightning_hetero.frontend.plan_access import PlanAccess
-from lightning_hetero.frontend.restart_check import warn_of_stale_addresses
 from lightning_hetero.strategies._checkpoints.whole_files import WholeFilesMixin
 from lightning_hetero.strategies._lightning.base import LightningMixin
 from lightning_hetero.strategies._lightning.checkpoint import CheckpointMixin
@@ -141,11 +140,11 @@ class UnevenStepsMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, Ending
 
     def setup_environment(self) -> None:
         """Join the process group, then meet the other ranks."""
-        warn_of_stale_addresses(os.environ)
         self._begin_without_checkpoint()
         self.set_world_ranks()
         self.config.check_world_size(self.world_size)  # before the first collective call
-        super().setup_environment()
+        with joining(self):
+            super().setup_environment()
         self._attach_policy()  # a module may get its trainer after `connect`
         if self.engine is None:
             self.engine = HeteroEngine(

@@ -82,8 +82,8 @@ def test_a_device_without_a_clock_is_refused(kind):
         clock_for(torch.device(kind))
 
 
-def _agreed(rank, kinds):
-    dist.init_process_group("gloo")
+def _agreed(rank, kinds, backend="gloo"):
+    dist.init_process_group(backend)
     clock = agreed_clock(torch.device(kinds[rank]), ControlPlane(rank, len(kinds)))
     dist.destroy_process_group()
     return type(clock).__name__
@@ -94,6 +94,12 @@ def test_a_device_without_a_clock_is_refused_on_every_rank():
     errors = run_ranks(_agreed, 2, ("cpu", "xpu"), expect_errors=True)
     assert [(rank, kind) for rank, kind, _ in errors] == [(0, "ValueError"), (1, "ValueError")]
     assert all(message.startswith("rank 1 computes on 'xpu'; workers") for *_, message in errors)
+
+
+def test_a_device_whose_tensors_the_group_does_not_carry_is_refused_on_every_rank():
+    errors = run_ranks(_agreed, 2, ("cpu", "cuda:0"), "cpu:gloo", expect_errors=True)
+    assert [(rank, kind) for rank, kind, _ in errors] == [(0, "ValueError"), (1, "ValueError")]
+    assert all("process_group_backend" in message for *_, message in errors)
 
 
 def test_a_worker_alone_may_compute_anywhere_and_is_told_by_which_clock(caplog):

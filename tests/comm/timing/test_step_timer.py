@@ -281,6 +281,25 @@ def test_what_a_sharded_model_waits_for_is_synchronization(run, waits):
     assert run.observer.synced_steps == SETTINGS.warm_up_steps + 1
 
 
+def test_what_a_hook_waits_for_inside_a_bucket_is_synchronization(run):
+    """Computes for 2 s and 1.75 s, and waits for each bucket where it is complete: 1.25 s and 1 s."""
+    run.warm()
+    run.observer.fetch(run.batches(1.0))
+    run.observer.begin_step(4, regular=True)
+    run.observer.begin_backward()
+    for computes, waits_for in ((2.0, 1.25), (1.75, 1.0)):
+        run.clock.now += computes
+        number = run.observer.bucket_ready()
+        with run.observer.waiting():
+            run.clock.now += waits_for
+        run.observer.bucket_done(number)
+    run.observer.end_backward()
+    run.observer.end_step()
+    (row,) = run.rows()
+    assert (row["P"], row["first"], row["t_o"], row["t_u"]) == (3.75, 2.0, 0.0, 2.25)
+    assert row["ends"] == [2.0, 6.0]
+
+
 def test_waits_of_all_micro_batches_belong_to_the_step_of_a_sharded_model(run):
     run.warm()
     for synced in (False, False, True):

@@ -52,6 +52,7 @@ class BlockTopKAverager(GradientAverager):
 
     kind = "BlockExchange"
     may_be_stale = True
+    waits = False
     skips_nonfinite = True
 
     def __init__(self, settings: BlockTopK, context: AveragerContext) -> None:

@@ -15,6 +15,7 @@ from lightning_hetero.callbacks._lightning import callbacks_of
 from lightning_hetero.comm.agreement.group_lifetime import ended, go_on
 from lightning_hetero.core.keywords import check_names
 from lightning_hetero.elastic import ElasticConfig, ElasticEngine, MergeRecord
+from lightning_hetero.frontend.joining import joining
 from lightning_hetero.frontend.loaders import NOT_MET, batches_of, stream_of, unsupported_reason, with_batch_sampler
 from lightning_hetero.frontend.log import log, show_log
 from lightning_hetero.frontend.model_setup import has_batch_norm
@@ -137,7 +138,9 @@ class HeteroElasticMixin(ElasticStepsMixin, ElasticCheckpointMixin, WholeFilesMi
 
     def setup_environment(self) -> None:
         """Join the process group, then meet the other ranks."""
-        super().setup_environment()
+        self.set_world_ranks()
+        with joining(self):
+            super().setup_environment()
         self._attach_callback()
         if self.engine is None:
             self.engine = ElasticEngine(
