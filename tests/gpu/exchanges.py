@@ -85,20 +85,21 @@ class Exact(L.LightningModule):
 
     def __init__(self, shape):
         super().__init__()
-        seeds = torch.Generator().manual_seed(0)
         self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for _ in range(BUCKETS))
-        for i in range(BUCKETS):
-            values = torch.randint(-(2**15), 2**15, shape, generator=seeds) / 2**15
-            self.register_buffer(f"matrix{i}", values, persistent=False)
-
-    def training_step(self, batch, batch_idx):
-        factor = batch[0].mean()
-        return sum((w * getattr(self, f"matrix{i}")).sum() for i, w in enumerate(self.weights)) * factor
+        self.matrices = []
 
     def on_train_start(self):
+        seeds = torch.Generator().manual_seed(0)
+        for weight in self.weights:
+            values = torch.randint(-(2**15), 2**15, weight.shape, generator=seeds) / 2**15
+            self.matrices.append(values.to(self.device))
         staleness = self.trainer.strategy.engine.hook_state.staleness
-        if staleness is not None and hasattr(staleness, "make_all_stale"):
+        if hasattr(staleness, "make_all_stale"):
             staleness.make_all_stale()
+
+    def training_step(self, batch, batch_idx):
+        parts = [(weight * matrix).sum() for weight, matrix in zip(self.weights, self.matrices, strict=True)]
+        return sum(parts) * batch[0].mean()
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=2**-4)

@@ -59,7 +59,7 @@ CHECKS = (
     Check("bandwidth", "kernels", "kernels reach 80 % of a copy, receiving included", 25, 90, ("torch", "triton")),
     Check("rounds", "steps", "sync rounds follow one schedule, however far the host is ahead", 20, 60, LIGHTNING),
     Check("precision", "precision", "loss scaling, SyncBatchNorm and memory probe hold", 30, 120, LIGHTNING),
-    Check("sanitizers", "exchanges", "CUDA's and torch's sanitizers report nothing", 30, 120, LIGHTNING),
+    Check("sanitizers", "exchanges", "CUDA's and torch's sanitizers report nothing", 45, 150, LIGHTNING),
     Check("faults", "faults", "a rank that fails is named within 70 s; threads go on", 40, 100, LIGHTNING),
     Check("elastic", "elastic", "workers of 25 and 100 ms a batch claim four to one", 10, 60, ("torch", "numpy")),
     Check("leaks", "leaks", "steps of each mode and front end keep nothing on the GPU", 60, 400, LOOPS),

@@ -62,6 +62,15 @@ class Figures(dict):
             self._wrong.append(what)
             self._write()
 
+    def state(self):
+        """Return what a rank has added to its copy, for :meth:`take`."""
+        return dict(self), self._wrong
+
+    def take(self, state):
+        """Continue with what a rank has added to its copy."""
+        found, self._wrong = state
+        self.add(found)
+
     def end(self, outcome="passed", why=""):
         """Write down how the check has ended."""
         self._wrong += [why] if outcome == "failed" else []

@@ -139,32 +139,30 @@ class Counted(L.Callback):
         if self.steps == self.last:
             self._profile.stop()
             counts = {event.key: event.count for event in self._profile.key_averages()}
-            per_step = self.last - self.first
-            for name, parts in {
-                "launches": ("LaunchKernel", "MemcpyAsync", "MemsetAsync"),
-                "synchronisations": ("Synchronize",),
-                "operations": ("aten::",),
-            }.items():
-                self.found[name] = sum(n for key, n in counts.items() if any(p in key for p in parts)) / per_step
+            launches = {"launches": ("LaunchKernel", "MemcpyAsync", "MemsetAsync"), "waits": ("Synchronize",)}
+            for name, parts in (launches if torch.cuda.is_available() else {"operations": ("aten::",)}).items():
+                found = sum(count for key, count in counts.items() if any(part in key for part in parts))
+                self.found[name] = found / (self.last - self.first)
 
 
-def _overhead(rank, device, size, length, steps, kinds):
-    """Each mode between trainings by torch's DDP in one process: milliseconds, counts, bytes per parameter."""
+def _overhead(rank, figures, device, bound, kinds):
+    """Each mode twice between trainings by torch's DDP, in one process; what is found is written down here."""
     from lightning.pytorch.strategies import DDPStrategy
 
     from lightning_hetero import HeteroDDPStrategy
 
-    where, model = place(rank, 1, device), GPT.on(device)
-    known, found = {"ddp": ({}, list), **modes()}, {}
+    where, model, known = place(rank, 1, device), GPT.on(device), {"ddp": ({}, list), **modes()}
+    size, length, steps = BOUNDS[bound]
+    parameters = sum(p.numel() for p in model.parameters())
 
     def train(name, *, counts=False):
         settings, callbacks = known[name]
-        strategy = DDPStrategy if name == "ddp" else HeteroDDPStrategy
         number = 8 if counts else steps
         clock, counted = Clock(device, number // 3, number - 1), Counted(4, 7)
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+        strategy = DDPStrategy if name == "ddp" else HeteroDDPStrategy
         trainer = trainer_of(
             strategy(process_group_backend=backend(device), **settings),
             1,
@@ -175,39 +173,36 @@ def _overhead(rank, device, size, length, steps, kinds):
         )
         trainer.fit(model, model.batches(size, length, number))
         peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-        return {**counted.found, "ms": 1e3 * clock.seconds, "host": 1e3 * median(clock.host or [0.0]), "peak": peak}
+        times = {"ms": 1e3 * clock.seconds, "host ms": 1e3 * median(clock.host or [0.0])}
+        return counted.found if counts else {**times, "bytes per parameter": peak / parameters}
 
     train("ddp")
-    base, parameters = train("ddp", counts=True), sum(p.numel() for p in model.parameters())
-    found["ddp"] = {name: base[name] for name in ("launches", "synchronisations", "operations")}
+    base, before = train("ddp", counts=True), train("ddp")
+    figures.add({**base, **before}, f"{bound}, ddp")
     for name in kinds:
-        first, *ours, last = (train(kind) for kind in ("ddp", name, name, "ddp"))
-        plain, counts = [first, last], train(name, counts=True)
-        mean = {part: [sum(one[part] for one in both) / 2 for both in (ours, plain)] for part in ("ms", "host")}
-        found["ddp"] |= {"ms": mean["ms"][1], "host ms": mean["host"][1]}
-        found[name] = {
-            "over ddp": mean["ms"][0] / mean["ms"][1],
-            "ms more": mean["ms"][0] - mean["ms"][1],
-            "host ms more": mean["host"][0] - mean["host"][1],
-            **{f"{part} more": counts[part] - base[part] for part in ("launches", "synchronisations", "operations")},
-            "bytes per parameter more": (ours[0]["peak"] - first["peak"]) / parameters,
-        }
-    return found
+        with noted(figures, f"{bound}, {name}"):
+            ours, after, counts = [train(name), train(name)], train("ddp"), train(name, counts=True)
+            plain, before = {part: (before[part] + after[part]) / 2 for part in after}, after
+            mean = {part: (ours[0][part] + ours[1][part]) / 2 for part in after}
+            figures[f"{bound}, {name}: times the step of ddp"] = share = mean["ms"] / plain["ms"]
+            more = {part: mean[part] - plain[part] for part in mean} | {p: counts[p] - base[p] for p in base}
+            figures.add({f"{part} more": value for part, value in more.items()}, f"{bound}, {name}")
+            limit = {"dense": 1.01, "noise scale": 1.02}.get(name, 9.0)
+            figures.must(bound != "GPU-bound" or share <= limit, f"{bound}, {name} takes {share:.3f} of DDP's step")
+    return figures.state()
+
+
+BOUNDS = {"GPU-bound": (16, 1024, 18), "host-bound": (1, 64, 36), "small": (2, 16, 6)}
+"""Batch, tokens of a sample, and steps of a training; the last for CPUs."""
 
 
 def overhead(figures, device):
     """One rank: what a strategy adds to a step, without what its exchange saves or costs on a link."""
-    real = device.type == "cuda"
-    bounds = {"GPU-bound": (16, 1024, 24), "host-bound": (1, 64, 36)} if real else {"small": (2, 16, 6)}
-    for bound, sizes in bounds.items():
-        for kind in modes() if real else ("dense", "stale block top-k"):
-            with noted(figures, f"{bound}, {kind}"):
-                (found,) = ranks(_overhead, 1, device, *sizes, [kind], timeout=60)
-                for name, values in found.items():
-                    figures.add({part: value for part, value in values.items() if value}, f"{bound}, {name}")
-                share = found[kind]["over ddp"]
-                limit = {"dense": 1.01, "noise scale": 1.02}.get(kind) if bound == "GPU-bound" else None
-                figures.must(limit is None or share <= limit, f"{bound}, {kind} takes {share:.3f} of DDP's step")
+    few = ("dense", "stale block top-k", "noise scale, each step", "PowerSGD")
+    bounds = {"GPU-bound": modes(), "host-bound": few} if device.type == "cuda" else {"small": few[:2]}
+    for bound, kinds in bounds.items():
+        with noted(figures, bound):
+            figures.take(ranks(_overhead, 1, figures, device, bound, kinds, timeout=150)[0])
 
 
 def _rounds(rank, device, lead, steps, seconds, folder):

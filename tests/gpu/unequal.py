@@ -204,6 +204,7 @@ def _trainings(rank, workers, size):
 
     worker, total = workers[rank], 2 * size.each
     where = place(rank, 2, worker.device)
+    worker.begin()
 
     def train(strategy, steps):
         clock = Clock(worker.device, steps // 3, steps - 1, lead=0)
