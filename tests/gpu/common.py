@@ -1,22 +1,37 @@
-"""What the checks of the GPU paths share: work of known time on a device, ranks, and pytest in a process of its own."""
+"""What the checks share: ranks on a device, work of known time, a language model, and the clock of a training."""
 
+import os
 import time
-from dataclasses import dataclass
+from collections import deque
+from contextlib import contextmanager
 from functools import cache
 
+import lightning as L
 import torch
+from torch import nn
+from torch.nn import functional
 
-from tests.gpu.outcome import require
+from tests.helpers import run_ranks
 
-GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+CPU = torch.device("cpu")
 CALIBRATION = 20_000_000
 
 
 def ranks(function, world_size, *args, timeout=90.0):
-    """Results of ``function(rank, *args)`` in processes of their own, which may use the GPU."""
-    from tests.helpers import run_ranks
+    """Results of ``function(rank, *args)`` in forked processes: the one that forks them has not used the GPU."""
+    return run_ranks(function, world_size, *args, timeout=timeout)
 
-    return run_ranks(function, world_size, *args, timeout=timeout, start="spawn")
+
+def place(rank, world_size, device):
+    """Make this process a machine of one device, so that several can share one GPU; for a trainer of Lightning."""
+    os.environ.update(LOCAL_RANK="0", NODE_RANK=str(rank), NCCL_MULTI_RANK_GPU_ENABLE="1")
+    kind = "gpu" if device.type == "cuda" else "cpu"
+    return {"accelerator": kind, "devices": 1, "num_nodes": world_size}
+
+
+def synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 @cache
@@ -46,49 +61,111 @@ def busy(device, seconds):
 
 
 class Busy(torch.autograd.Function):
-    """The identity, which takes the given seconds forwards and backwards."""
+    """The identity, which keeps a device busy for the given seconds forwards and twice as long backwards."""
 
     @staticmethod
-    def forward(ctx, x, forward, backward):
-        ctx.seconds = backward
-        busy(x.device, forward)
+    def forward(ctx, x, device, seconds):
+        ctx.given = device, 2 * seconds
+        busy(device, seconds)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, gradient):
-        busy(gradient.device, ctx.seconds)
+        busy(*ctx.given)
         return gradient, None, None
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Seconds of a worker: ``b`` samples take ``by_sample * b + fixed`` forwards, and twice that backwards."""
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    by_sample: float
-    fixed: float = 0.002
-
-    def step(self, samples):
-        """Of a whole step but for what surrounds it."""
-        return 3 * (self.by_sample * samples + self.fixed)
-
-    def __call__(self, x):
-        seconds = self.by_sample * len(x) + self.fixed
-        return Busy.apply(x, seconds, 2 * seconds)
+    def forward(self, x):
+        parts = self.qkv(self.before(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(functional.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(self.between(x)), approximate="tanh"))
 
 
-def pytest_passes(arguments, env=None, timeout=600):
-    """Run pytest on files of the tree in a process of its own; its last line."""
-    import os
-    import subprocess
-    import sys
+class GPT(L.LightningModule):
+    """GPT-2 with tied embeddings, 124 M parameters by default."""
 
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **(env or {})}, timeout=timeout, check=False
-    )
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
-    figures = {"tests": lines[-1].strip("= ") if lines else "nothing was said"}
-    if done.returncode != 0:
-        print(done.stdout[-8000:], done.stderr[-4000:])
-    require(done.returncode == 0, f"pytest {' '.join(arguments)}: {figures['tests']}", figures)
-    return figures
+    SMALL = {"width": 32, "layers": 2, "heads": 2, "vocabulary": 128, "context": 16}
+
+    def __init__(self, width=768, layers=12, heads=12, vocabulary=50257, context=1024):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+
+    @classmethod
+    def on(cls, device):
+        """The model for a device, made there: a CPU gets a tiny one."""
+        with device:
+            return cls(**(cls.SMALL if device.type == "cpu" else {}))
+
+    def training_step(self, batch, batch_idx):
+        (tokens,) = batch
+        x = self.tokens(tokens[:, :-1]) + self.places(torch.arange(tokens.shape[1] - 1, device=tokens.device))
+        logits = self.norm(self.blocks(x)) @ self.tokens.weight.t()
+        return functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-5)
+
+    def batches(self, size, length, count):
+        """A loader of random tokens."""
+        length = min(length, self.places.num_embeddings)
+        rows = torch.randint(self.tokens.num_embeddings, (size * count, length + 1))
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows), size)
+
+
+class Clock(L.Callback):
+    """Wall clock of the steps between two; the host is at most ``lead`` steps ahead of the device, if given.
+
+    Attributes:
+        seconds: mean of those steps.
+        host: seconds of each, as the host sees them.
+    """
+
+    def __init__(self, device, first, last, lead=None):
+        self.device, self.first, self.last, self.lead = device, first, last, lead
+        self.steps, self.seconds, self.host = 0, 0.0, []
+        self._queue, self._begin, self._before = deque(), 0.0, 0.0
+
+    def on_train_batch_end(self, *_):
+        self.steps += 1
+        if self.device.type == "cuda" and self.lead is not None:
+            self._queue.append(torch.cuda.Event())
+            self._queue[-1].record()
+            if len(self._queue) > self.lead:
+                self._queue.popleft().synchronize()
+        if self.steps in (self.first, self.last):
+            synchronize(self.device)
+        now = time.perf_counter()
+        if self.first < self.steps <= self.last:
+            self.host.append(now - self._before)
+        if self.steps == self.first:
+            self._begin = now
+        if self.steps == self.last:
+            self.seconds = (now - self._begin) / (self.last - self.first)
+        self._before = now
+
+
+def median(values):
+    """The upper of the middle ones."""
+    return sorted(values)[len(values) // 2]
+
+
+@contextmanager
+def noted(figures, name):
+    """Let a part of a check fail by itself, so that the others have something to say."""
+    try:
+        yield
+    except Exception as error:
+        print(name, error, flush=True)
+        figures.must(False, f"{name}: {type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}")

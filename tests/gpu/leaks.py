@@ -7,8 +7,7 @@ of each step, which must be found: so the check shows on the machine at hand tha
 import sys
 from pathlib import Path
 
-from tests.gpu.common import ranks
-from tests.gpu.outcome import require
+from tests.gpu.common import noted, ranks
 
 FIRST, LAST, ROUND = 100, 300, 20
 PARTS = {
@@ -71,38 +70,22 @@ def _part(rank, modes, device):
     return {**found, **{mode: added(mode, False) for mode in modes}}
 
 
-def measure(parts, device):
-    """Figures of all parts, and what is wrong with them."""
-    from tests.helpers import RankError
+def leaks(figures, device):
+    """Two modes on CPUs, whose tensors are in the memory of the host; ``tests/test_leaks.py`` has others."""
+    measure(figures, PARTS if device.type == "cuda" else {"lightning": ("plain", "stale block top-k")}, device.type)
 
-    figures, wrong = {}, []
+
+def measure(figures, parts, device):
+    """Figures of all parts; one that fails does not silence the others."""
     for part, modes in parts.items():
-        try:
+        with noted(figures, part):
             found = ranks(_part, 2, modes, device, timeout=240)
-        except (RankError, TimeoutError) as error:  # the other parts may have something to say
-            print(error)
-            why = "rank " + ": ".join(map(str, error.errors[0])) if isinstance(error, RankError) else str(error)
-            wrong.append(f"{part}: {why}".partition("\n")[0])
-            continue
-        for name in found[0]:
-            kept = max(of_rank[name] for of_rank in found)
-            counts = name not in modes
-            figures[f"{part}: bytes of {name}" if counts else f"{name}: bytes"] = kept
-            if counts and kept < SMALLEST[device] * (LAST - FIRST) / 2:
-                wrong.append(f"{part}: {name} is not found, {kept} bytes")
-            elif not counts and kept >= most(device):
-                wrong.append(f"steps of {name} keep {kept} bytes")
-    return figures, wrong
-
-
-def gpu():
-    figures, wrong = measure(PARTS, "cuda")
-    require(not wrong, "; ".join(wrong), figures)
-    return figures
-
-
-def stand_in():
-    """Tensors in the memory of the host, of two modes; ``tests/test_leaks.py`` has others."""
-    figures, wrong = measure({"lightning": ("plain", "stale block top-k")}, "cpu")
-    require(not wrong, "; ".join(wrong), figures)
-    return figures
+            for name in found[0]:
+                kept = max(of_rank[name] for of_rank in found)
+                if name in modes:
+                    figures[f"{name}: bytes"] = kept
+                    figures.must(kept < most(device), f"steps of {name} keep {kept} bytes")
+                else:
+                    figures[f"{part}: bytes of {name}"] = kept
+                    holds = kept >= SMALLEST[device] * (LAST - FIRST) / 2
+                    figures.must(holds, f"{part}: {name} is not found, {kept} bytes")

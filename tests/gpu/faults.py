@@ -1,0 +1,132 @@
+"""A rank fails while another waits for it: the other one ends in time and says who it was. Threads go on meanwhile."""
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing import get_context
+
+import torch
+from torch.utils.data import DataLoader
+
+from tests.gpu.common import busy, cycles_per_second, noted, place, ranks
+from tests.helpers import Points, Regressor, free_port, trainer_of
+
+AT = 5
+PATIENCE, WALL = 20.0, 70.0
+"""Timeout of the collectives, and the seconds within which the other rank has to end."""
+LOST, QUIET = 15.0, 8.0
+"""Seconds without a sign of life, and without progress, after which a rank is named: by default a minute each."""
+
+
+def _spin():
+    while True:
+        pass
+
+
+def _raise():
+    raise ZeroDivisionError("a bug of the user's")
+
+
+KINDS = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "raises": _raise,
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "loops": _spin,
+}
+
+
+def _train(rank, port, kind, backend, device, patience, folder):
+    """A process that trains, and fails if it is rank 1."""
+    from lightning_hetero import HeteroDDPStrategy
+    from lightning_hetero.comm.failures import rank_monitor
+
+    rank_monitor.SETTINGS = replace(rank_monitor.SETTINGS, period_s=1.0, lost_s=LOST, quiet_s=QUIET)
+    with open(folder / f"fault {kind} {rank}.log", "w") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(address, RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="1")
+
+    class Fails(Regressor):
+        def training_step(self, batch, batch_idx):
+            if rank == 1 and batch_idx == AT:
+                (folder / f"fault {kind}").touch()
+                KINDS[kind]()
+            return super().training_step(batch, batch_idx)
+
+    strategy = HeteroDDPStrategy(process_group_backend=backend, timeout=timedelta(seconds=patience), report=False)
+    trainer = trainer_of(strategy, 1, max_epochs=1, **place(rank, 2, device))
+    trainer.fit(Fails(dtype=torch.float32), DataLoader(Points(4000, dtype=torch.float32), 2))
+
+
+def _queue(rank, device):
+    """Longest time for which a thread does not run while the main thread fills the queue of a busy device."""
+    x, over, gaps = torch.zeros(64, device=device), threading.Event(), []
+
+    def beat():
+        before = time.perf_counter()
+        while not over.is_set():
+            time.sleep(0.002)
+            now = time.perf_counter()
+            gaps.append(now - before)
+            before = now
+
+    events = []
+    if device.type == "cuda":
+        cycles_per_second()
+        torch.cuda.synchronize()
+        events = [torch.cuda.Event() for _ in range(3000)]
+    thread = threading.Thread(target=beat)
+    thread.start()
+    busy(device, 3.0 if device.type == "cuda" else 0.1)
+    for i in range(3000):  # more than a queue holds
+        x.add_(1)
+        if events:
+            events[i].record()
+    over.set()
+    thread.join()
+    return max(gaps)
+
+
+def _watched(jobs, folder):
+    """Seconds from each fault until the other rank has ended, of those that have."""
+    begins, seconds, end = {}, {}, time.monotonic() + WALL + 20
+    while len(seconds) < len(jobs) and time.monotonic() < end:
+        for kind, (other, _) in jobs.items():
+            if kind not in begins and (folder / f"fault {kind}").exists():
+                begins[kind] = time.monotonic()
+            if kind not in seconds and not other.is_alive():
+                seconds[kind] = time.monotonic() - begins.get(kind, float("-inf"))
+        time.sleep(0.05)
+    return seconds
+
+
+def faults(figures, device):
+    """All kinds at once, each a job of its own: what takes long is to wait for a timeout."""
+    real, fork, folder = device.type == "cuda", get_context("fork"), figures.folder
+    two = real and figures.known.get("machine", {}).get("ranks over NCCL") == 2
+    backend, jobs = "nccl" if two else "gloo", {}
+    figures["backend"] = backend
+    for kind in KINDS:
+        (folder / f"fault {kind}").unlink(missing_ok=True)
+        given = free_port(), kind, backend, device, PATIENCE, folder
+        jobs[kind] = [fork.Process(target=_train, args=(rank, *given)) for rank in range(2)]
+    processes = [process for pair in jobs.values() for process in pair]
+    for process in processes:
+        process.start()
+    seconds = _watched(jobs, folder)
+    for process in processes:
+        process.kill()  # one that is stopped, too
+        process.join()
+    for kind in KINDS:
+        took, said = seconds.get(kind, float("inf")), (folder / f"fault {kind} 0.log").read_text(errors="replace")
+        figures[f"{kind}: s until the other rank has ended"] = took
+        figures.must(took < WALL, f"{kind}: the other rank has not ended after {took:.0f} s")
+        figures.must("rank 1" in said, f"{kind}: rank 1 is not named")
+    with noted(figures, "a full queue"):
+        (gap,) = ranks(_queue, 1, device)
+        figures["longest gap of a thread, s"] = gap
+        figures.must(not real or gap < 1.0, f"a thread stands still for {gap:.1f} s behind a full queue")
