@@ -98,7 +98,8 @@ class PlanStore:
         before = [] if known is None else [entry for entry in known.entries if (entry.epoch, entry.step) <= start]
         self.history = PlanHistory(tuple(before)) if before else None
         running = self.plan_at(start)
-        total = running.total_batch_size if running is not None and moves_total(planner) else total
+        if running is not None and moves_total(planner) and running.total_batch_size % workers.multiple == 0:
+            total = running.total_batch_size
         same_workers = restored is None or restored.workers == workers.identities
         first = start if self.history is not None else (0, 0)
 
