@@ -105,14 +105,14 @@ def next_block(
     rest = np.array(held, dtype=int)
     steps: list[tuple[int, ...]] = []
     gone = np.array(ended, dtype=bool)
+    if rules.drop_last and rules.multiple > 1:  # without the remainder
+        rest = np.where(gone, np.where(rest < rules.stand_in, 0, rest // rules.multiple * rules.multiple), rest)
     small = [rank for rank in np.flatnonzero(gone) if 0 < rest[rank] < rules.min_local]
     if small:
         raise ValueError(
             f"the stream of rank {small[0]} has ended with {rest[small[0]]} samples, fewer than min_local_batch_size="
             f"{rules.min_local} that a rank can run. Give each rank more samples, or set min_local_batch_size=1."
         )
-    if rules.drop_last:
-        rest = np.where(gone, rest // rules.multiple * rules.multiple, rest)
     for plan in plans:
         if gone.all() and rest.sum() < (sum(plan) if rules.drop_last else 1):
             return StreamBlock(tuple(steps), over=True)
@@ -184,5 +184,6 @@ def _runnable(
     left = rest - sizes
     tight = gone & (left > 0) & (left < low)
     whole = rest <= rules.most(len(sizes))
-    sizes = np.where(tight, np.where(whole, rest, rest - low), sizes)
+    short = np.where(rest - multiple >= low, rest - multiple, rest - low)
+    sizes = np.where(tight, np.where(whole, rest, short), sizes)
     return sizes if sizes.sum() else None

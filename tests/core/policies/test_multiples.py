@@ -1,0 +1,58 @@
+"""Shares that are multiples: of every policy, at every decision, and of every total that moves."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.noise.running import RunningNoiseScale
+from lightning_hetero.core.policies import POLICIES
+from lightning_hetero.core.policies.goodput import GoodputPlanner
+from tests.core.policies.simulated import context, measure, random_cluster
+
+NOISE = RunningNoiseScale().update(trace=900.0, global_sq_norm=1.0 + 900 / 48, total_batch_size=48)
+
+
+def decisions(planner, cluster, conditions, plan, rng, number=8):
+    """Plans and numbers of micro-batches, one decision after another."""
+    for count in range(number):
+        conditions = replace(conditions, epoch_begins=count % 2 == 0)
+        planner, proposal = planner.decide(measure(cluster, plan.local_batch_sizes, rng), plan, conditions)
+        plan = plan if proposal is None else proposal.plan
+        accumulation = getattr(planner, "accumulation", 1)
+        conditions = replace(conditions, total_batch_size=plan.total_batch_size, accumulation=accumulation)
+        yield plan, accumulation
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("multiple", [2, 8])
+@pytest.mark.parametrize("kind", ["perf_model", "pid", "static", "goodput"])
+def test_every_share_is_a_multiple(kind, multiple, bounded):
+    for seed in range(3):
+        cluster, rng = random_cluster(seed), np.random.default_rng(seed)
+        workers = len(cluster.nodes)
+        most = tuple(multiple * int(units) for units in rng.integers(4, 9, workers)) if bounded else None
+        start = BatchPlan(4 * multiple * workers, (4 * multiple,) * workers)
+        conditions = context(
+            *(start.total_batch_size, workers),
+            min_local=(multiple,) * workers,
+            max_local=most,
+            multiple=multiple,
+            capacities=tuple(rng.uniform(1, 9, workers)),
+            noise=NOISE,
+        )
+        most_of_all = 40 * multiple * workers
+        planner = (
+            GoodputPlanner(most_of_all, initial_total=start.total_batch_size, min_steps=1)
+            if kind == "goodput"
+            else POLICIES[kind].factory()
+        )
+        first = planner.initial(conditions)
+        plans = list(decisions(planner, cluster, conditions, first.plan if first else start, rng))
+        for plan, _ in plans:
+            assert all(size % multiple == 0 and size >= multiple for size in plan.local_batch_sizes)
+            assert most is None or all(a <= b for a, b in zip(plan.local_batch_sizes, most, strict=True))
+        totals = {plan.total_batch_size * count for plan, count in plans}
+        assert (len(totals) > 1) == (kind == "goodput")
+        assert len({plan.local_batch_sizes for plan, _ in plans}) > (kind != "static")
