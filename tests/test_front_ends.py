@@ -184,6 +184,16 @@ def test_resume_goes_on_at_the_next_batch(front_end, tmp_path):
 
 
 @every_front_end
+def test_a_plan_of_a_checkpoint_that_is_no_multiple_is_replaced(front_end, tmp_path):
+    path = str(tmp_path / "saved")
+    whole = run(front_end, {"local_batch_sizes": (7, 3)}, 2, save={3: path})
+    rest = run(front_end, {"local_batch_multiple": 2, "replan": 1000}, 2, resume=path)
+    every_sample_once([{"seen": before["seen"][:3] + after["seen"]} for before, after in zip(whole, rest, strict=True)])
+    first = [len(result["seen"][0][2]) for result in rest]
+    assert sorted(first) == [4, 6]
+
+
+@every_front_end
 def test_another_number_of_workers_takes_each_sample_once(front_end, tmp_path):
     path = str(tmp_path / "saved")
     whole = run(front_end, {}, 2, save={3: path})

@@ -85,7 +85,7 @@ def test_no_piece_has_fewer_rows_than_the_model_can_run(rows, least, multiple):
     w, sizes = torch.tensor(1.0, requires_grad=True), []
 
     def loss_of(start, stop):
-        if stop - start > max(2, least + 1):
+        if stop - start > max(2, least + multiple):
             full()
         sizes.append(stop - start)
         return w * (stop - start)

@@ -145,13 +145,14 @@ class Workers:
                 f"local batch sizes {list(sizes)} do not fit {self.world_size} workers with at least {low} and {most} "
                 "samples each. Change the sizes or the bounds."
             )
-        if not self._whole(plan):
+        if not self.in_multiples(plan):
             raise ValueError(
                 f"local batch sizes {list(sizes)} are not multiples of local_batch_multiple={self.multiple}. Change "
                 "the sizes, or the setting."
             )
 
-    def _whole(self, plan: BatchPlan) -> bool:
+    def in_multiples(self, plan: BatchPlan) -> bool:
+        """Return whether every size is a multiple of the setting."""
         return all(size % self.multiple == 0 for size in plan.local_batch_sizes)
 
     def initial_plan(
@@ -178,7 +179,12 @@ class Workers:
         if config.fixes_split:
             proposal = Proposal(BatchPlan(total, tuple(config.local_batch_sizes or ())), "given split")
             self.check_user_split(proposal.plan)
-        elif running is not None and running.total_batch_size == total and planner is not None and self._whole(running):
+        elif (
+            running is not None
+            and running.total_batch_size == total
+            and planner is not None
+            and self.in_multiples(running)
+        ):
             self.check(running)
             return None
         else:
