@@ -176,15 +176,12 @@ class Workers:
                 f"the total is {total // self.multiple * self.multiple or self.multiple} or "
                 f"{whole_multiple(total, self.multiple)}, or the multiple."
             )
+        if running is not None and not self.in_multiples(running):
+            running = None  # it ran before the setting was given
         if config.fixes_split:
             proposal = Proposal(BatchPlan(total, tuple(config.local_batch_sizes or ())), "given split")
             self.check_user_split(proposal.plan)
-        elif (
-            running is not None
-            and running.total_batch_size == total
-            and planner is not None
-            and self.in_multiples(running)
-        ):
+        elif running is not None and running.total_batch_size == total and planner is not None:
             self.check(running)
             return None
         else:

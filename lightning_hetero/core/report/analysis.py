@@ -196,7 +196,8 @@ class RunFigures:
     @property
     def multiple(self) -> int:
         """Samples of which each size was a multiple."""
-        return int(self.run.header.settings.get("local_batch_multiple", 1))
+        text = self.run.header.settings.get("local_batch_multiple", "1")[:9]
+        return max(int(text), 1) if text.isdecimal() else 1
 
     # workers
 
