@@ -32,7 +32,11 @@ class SplitOnce:
             return Decision(self, kept="split once: that was done" if self.done else "too few observations")
         speeds = np.median(observations.local_batch_sizes / observations.compute, axis=0)
         sizes = proportional_sizes(
-            context.total_batch_size, speeds, min_local=context.min_local, max_local=context.max_local
+            context.total_batch_size,
+            speeds,
+            min_local=context.min_local,
+            max_local=context.max_local,
+            multiple=context.multiple,
         )
         plan = BatchPlan(context.total_batch_size, sizes)
         return Decision(SplitOnce(done=True), Proposal(plan, "by samples per second, once"))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from os import PathLike, fspath
 from typing import Any
 
+from lightning_hetero.core.batching.integer_split import whole_multiple
 from lightning_hetero.core.batching.lr_scaling import check_lr_scaling
 from lightning_hetero.core.compression.settings import Compressor, Feature, parse_compression
 from lightning_hetero.core.keywords import checked_keywords
@@ -37,6 +38,8 @@ class HeteroConfig:
             split to start with.
         min_local_batch_size: fewest samples of a rank; default 1, or 2 if the model has batch normalization.
         max_local_batch_sizes: most samples of a rank (memory), one number or one per rank.
+        local_batch_multiple: number, ``>= 1``, of which each rank's samples of a step are a multiple, by default 1; in
+            the ragged last batch of an epoch, one rank takes the remainder.
         weight_fn: returns the number of items (tokens, pixels) that the mean loss of a batch averages over:
             ``weight_fn(batch) -> number``.
         replan: interval of sync rounds, in which ranks reconsider the plan: ``"auto"`` (at each epoch, and within it as
@@ -100,6 +103,7 @@ class HeteroConfig:
     local_batch_sizes: Sequence[int] | None = None
     min_local_batch_size: int | None = None
     max_local_batch_sizes: int | Sequence[int] | None = None
+    local_batch_multiple: int = 1
     weight_fn: Callable[[Any], Any] | None = None
     replan: str | int = "auto"
     hysteresis: float | None = None
@@ -180,6 +184,11 @@ class HeteroConfig:
                 f"cost_fn={self.cost_fn!r} must be a function of the sample (or of its index), 'tokens', 'auto', or "
                 "None."
             )
+        if self.local_batch_multiple > 1:
+            raise ValueError(
+                f"local_batch_multiple={self.local_batch_multiple} is of numbers of samples, and cost_fn divides "
+                "batches by cost. Leave one of them out."
+            )
         for name in ("max_total_batch_size", "noise_scale"):
             if getattr(self, name):
                 raise ValueError(
@@ -236,8 +245,16 @@ class HeteroConfig:
                 )
         if self.min_local_batch_size is not None:
             check_int("min_local_batch_size", self.min_local_batch_size, minimum=1)
-        if self.max_local_batch_sizes is None:
-            return
+        unit = check_int("local_batch_multiple", self.local_batch_multiple, minimum=1)
+        if any(size % unit for size in self.local_batch_sizes or ()):
+            raise ValueError(
+                f"local_batch_sizes={list(self.local_batch_sizes or ())} has a size that is no multiple of "
+                f"local_batch_multiple={unit}. Change the sizes, or the multiple."
+            )
+        if self.max_local_batch_sizes is not None:
+            self._check_upper_bounds(unit)
+
+    def _check_upper_bounds(self, unit: int) -> None:
         if isinstance(self.max_local_batch_sizes, Sequence):
             most = check_sizes("max_local_batch_sizes", self.max_local_batch_sizes, minimum=1)
             object.__setattr__(self, "max_local_batch_sizes", most)
@@ -247,6 +264,11 @@ class HeteroConfig:
             raise ValueError(
                 f"max_local_batch_sizes={list(most)} is below min_local_batch_size={self.min_local_batch_size}. "
                 "Raise the one or lower the other."
+            )
+        if min(most) < (least := whole_multiple(self.min_local_batch_size or 1, unit)):
+            raise ValueError(
+                f"max_local_batch_sizes={list(most)} is below {least}, the fewest samples of a rank in multiples of "
+                f"local_batch_multiple={unit}. Raise the one or lower the other."
             )
         given = self.local_batch_sizes or ()
         bounds = most if isinstance(self.max_local_batch_sizes, tuple) else most * len(given)

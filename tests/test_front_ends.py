@@ -159,6 +159,20 @@ def test_plans_change_the_next_batches_and_not_the_result(front_end):
 
 
 @every_front_end
+def test_shares_are_multiples_and_weights_those_of_one_process(front_end):
+    """In each batch but the ragged last one of an epoch, where one worker takes the remainder."""
+    settings = {"local_batch_multiple": 2, "min_local_batch_size": 1, "replan": 2}
+    results = run(front_end, settings, 3, batch_size=6, accumulate=2, plans={(0, 1): (10, 2, 6), (1, 1): (2, 4, 12)})
+    every_sample_once(results)
+    for result in results:
+        np.testing.assert_allclose(result["weights"], one_process(results, accumulate=2)["weights"], **EXACT)
+    assert {(10, 2, 6), (2, 4, 12)} <= {sizes for _, _, sizes in results[0]["history"]}
+    for i, batch in enumerate(global_batches(results)):
+        odd = [len(r["seen"][i][2]) % 2 for r in results]
+        assert sum(odd) == len(batch) % 2
+
+
+@every_front_end
 def test_resume_goes_on_at_the_next_batch(front_end, tmp_path):
     """Saved after 10 steps, the second of the second epoch."""
     path, settings = str(tmp_path / "saved"), {"local_batch_sizes": (7, 3)}
@@ -167,6 +181,16 @@ def test_resume_goes_on_at_the_next_batch(front_end, tmp_path):
     for full, part in zip(whole, rest, strict=True):
         assert part["seen"] == full["seen"][10:]
         np.testing.assert_array_equal(part["weights"], full["weights"])
+
+
+@every_front_end
+def test_a_plan_of_a_checkpoint_that_is_no_multiple_is_replaced(front_end, tmp_path):
+    path = str(tmp_path / "saved")
+    whole = run(front_end, {"local_batch_sizes": (7, 3)}, 2, save={3: path})
+    rest = run(front_end, {"local_batch_multiple": 2, "replan": 1000}, 2, resume=path)
+    every_sample_once([{"seen": before["seen"][:3] + after["seen"]} for before, after in zip(whole, rest, strict=True)])
+    first = [len(result["seen"][0][2]) for result in rest]
+    assert sorted(first) == [4, 6]
 
 
 @every_front_end
@@ -202,9 +226,10 @@ def test_gradients_that_were_not_sent_yet_are_in_the_checkpoint(front_end, tmp_p
     [
         ({"local_batch_sizes": (3, 1, 2)}, "local_batch_sizes"),
         ({"policy": "fastest"}, "policy='fastest' is unknown; allowed are"),
+        ({"local_batch_multiple": 4}, "local_batch_multiple=4"),
         ({"local_batch_sizes": (3, 1), "policy": "static"}, "Give one"),
     ],
-    ids=["length", "policy", "contradiction"],
+    ids=["length", "policy", "multiple", "contradiction"],
 )
 @every_front_end
 def test_wrong_settings_are_errors_on_every_rank(front_end, settings, message):

@@ -45,6 +45,7 @@ HELP = {
     "local_batch_sizes": "a fixed split such as 24,12,16",
     "min_local_batch_size": "fewest samples of a worker",
     "max_local_batch_sizes": "most samples of a worker, one number or one per worker",
+    "local_batch_multiple": "number of which each worker's samples of a step are a multiple",
     "weight_fn": "module:function that counts what the mean loss of a batch is a mean of",
     "cost_fn": "auto, tokens (lengths of token lists), or module:function that gives the cost of a sample",
     "batch_sampler": "what a batch of your own batch sampler is: per_rank or global",

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
+from lightning_hetero.core.batching.integer_split import whole_multiple
 from lightning_hetero.core.batching.plan import PlanHistory
 from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.data.division import Division, Parts
@@ -29,7 +30,7 @@ class UnevenBatchSampler(Sampler[list[int]]):
 
     Every draw reads the history again, so a new plan takes effect from the step on which all ranks agreed. That step is
     beyond everything that any rank's DataLoader workers have drawn. A rank whose share of a step is 0 draws
-    ``min_local`` samples of the same global batch, to run with weight 0.
+    ``min_local`` samples of the same global batch, rounded up to a multiple, to run with weight 0.
 
     Args:
         stream: order of the samples of each epoch.
@@ -37,6 +38,7 @@ class UnevenBatchSampler(Sampler[list[int]]):
         rank: rank whose batches are drawn.
         drop_last: whether the ragged last batch is dropped.
         min_local: smallest batch that a rank can run.
+        multiple: samples of which all sizes are multiples, but for one rank's in the ragged last batch.
         start: ``(epoch, step)`` at which a run resumes.
         division: divides each global batch; by default it is cut by the number of samples.
 
@@ -57,10 +59,12 @@ class UnevenBatchSampler(Sampler[list[int]]):
         *,
         drop_last: bool = False,
         min_local: int = 1,
+        multiple: int = 1,
         start: tuple[int, int] = (0, 0),
         division: Division | None = None,
     ) -> None:
-        self.stream, self.rank, self.drop_last, self.min_local = stream, rank, drop_last, min_local
+        self.stream, self.rank, self.drop_last = stream, rank, drop_last
+        self.min_local, self._tail = whole_multiple(min_local, multiple), {"min_local": min_local, "multiple": multiple}
         self._history, self.division = history, division
         self.start = start
         self.epoch = start[0]
@@ -130,7 +134,7 @@ class UnevenBatchSampler(Sampler[list[int]]):
             share = StepShare(sizes, True)
             self._run = history, epoch, step, min(until, full), share
             return share
-        return StepShare(history.sizes_at(epoch, step, samples, min_local=self.min_local), False)
+        return StepShare(history.sizes_at(epoch, step, samples, **self._tail), False)
 
     def _divide_again(self, epoch: int, step: int) -> StepShare:
         """Return the share in a step that was not drawn here; by the plan alone if its epoch has no order yet."""

@@ -73,9 +73,11 @@ class HeteroEngine(EngineData):
                 self.weighting.begin(1, self.world_size, batch)
                 return None
             self.weighting.begin_counted(data.own.rows_at(epoch, step), batch)
-            return data.own.rows_at(epoch, step)
+            self.health.rows = data.own.rows_at(epoch, step)
+            return self.health.rows
         share = data.sampler.step_at(epoch, step)
         own = share.sizes[self.control.rank] if share.sizes else share.counted
+        self.health.rows = own or data.sampler.min_local
         if self.noise is not None:
             self.noise.begin_step(share.sizes or self._counted_noise())
         size = own if share.planned is None or not share.work else share.planned

@@ -98,7 +98,8 @@ class PlanStore:
         before = [] if known is None else [entry for entry in known.entries if (entry.epoch, entry.step) <= start]
         self.history = PlanHistory(tuple(before)) if before else None
         running = self.plan_at(start)
-        total = running.total_batch_size if running is not None and moves_total(planner) else total
+        if running is not None and moves_total(planner) and running.total_batch_size % workers.multiple == 0:
+            total = running.total_batch_size
         same_workers = restored is None or restored.workers == workers.identities
         first = start if self.history is not None else (0, 0)
 
@@ -113,17 +114,17 @@ class PlanStore:
         if entry is not None:
             self.append(entry)
         if restored is not None and self.history is not None:
-            self._go_on(restored, start, same_workers)
+            self._go_on(restored, start, workers if same_workers else None)
 
-    def _go_on(self, restored: _Restored, start: Position, same_workers: bool) -> None:
+    def _go_on(self, restored: _Restored, start: Position, workers: Workers | None) -> None:
         """Log which plan of the checkpoint runs, and take over plans that were already agreed on for later steps."""
         assert self.history is not None
         if self.history.last not in self.log:
             self.log = [self.history.last]
             self.sayings.adopted(self.history.last, "plan of the checkpoint")
-        if same_workers and start >= restored.at > ():
+        if workers is not None and start >= restored.at > ():
             for entry in restored.history.entries:
-                if (entry.epoch, entry.step) > start:
+                if (entry.epoch, entry.step) > start and workers.in_multiples(entry.plan):
                     self.append(entry)
 
     def append(self, entry: PlanEntry) -> None:

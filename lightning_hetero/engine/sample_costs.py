@@ -95,6 +95,8 @@ class SampleCosts:
             reason = "policy='even' gives all workers equal numbers of samples"
         elif config.local_batch_sizes is not None:
             reason = f"local_batch_sizes={list(config.local_batch_sizes)} are numbers of samples"
+        elif config.local_batch_multiple > 1:
+            reason = f"local_batch_multiple={config.local_batch_multiple} is of numbers of samples"
         elif self._compared or moves_total(planner):
             reason = "the gradient noise scale compares shares that are drawn at random"
         elif config.weight_fn is None:

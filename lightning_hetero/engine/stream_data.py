@@ -96,7 +96,7 @@ class StreamData:
             start: first position that is trained on.
             known: samples of an epoch, ``None`` if not known.
         """
-        rules = StreamRules(workers.min_local, workers.max_local, stream.drop_last)
+        rules = StreamRules(workers.min_local, workers.max_local, stream.drop_last, workers.multiple)
         kind: Callable[..., StreamSampler] = OwnStreamSampler if stream.shard == "mine" else WholeStreamSampler
         if stream.shard == "claim":
             counter = SharedCounter.of_job(self._control.rank, self._control.world_size)

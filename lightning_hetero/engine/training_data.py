@@ -150,6 +150,7 @@ class TrainingData:
             self.control.rank,
             drop_last=drop_last,
             min_local=self.workers.min_local,
+            multiple=self.workers.multiple,
             start=start,
             division=division,
         )
@@ -180,8 +181,8 @@ class TrainingData:
         """Make this rank's samplers over loaders whose steps are made of units; a collective call.
 
         Raises:
-            ValueError: if the total batch is to move, which such steps do not allow, or ``cost_fn`` is set and samples
-                are not known one by one.
+            ValueError: if the total batch is to move or shares are to be multiples, which such steps do not allow, or
+                ``cost_fn`` is set and samples are not known one by one.
         """
         if moves_total(planner) or self.config.max_total_batch_size is not None:
             who = "max_total_batch_size" if planner is None else type(planner).__name__
@@ -189,6 +190,13 @@ class TrainingData:
                 f"{who} moves the total batch, and here a step is made of whole batches of a batch sampler, of several "
                 "loaders or of a dataset of batches, which fix it. Leave it out, or give a single DataLoader with a "
                 "batch_size and, for the order, a sampler."
+            )
+        if self.config.local_batch_multiple > 1:
+            raise ValueError(
+                f"local_batch_multiple={self.config.local_batch_multiple} needs batches that are cut from single "
+                "samples, and here a step is made of whole batches of a batch sampler, of several loaders or of a "
+                "dataset of batches. Leave it out, or give a single DataLoader with a batch_size and, for the order, a "
+                "sampler."
             )
         known = not (loaders.joint or loaders.counted)
         if not known:
@@ -228,6 +236,7 @@ class TrainingData:
             capacity(self.device),
             min_local=self.min_local,
             bounds=(own, self._memory_bound),  # type: ignore[arg-type]
+            multiple=config.local_batch_multiple,
             device=device_name(self.device),
         )
         start, fixed = self.plans.start_of(epoch), config.local_batch_sizes

@@ -31,7 +31,7 @@ FOR_SEVERAL = (
 )
 """Settings that need several workers."""
 FOR_SPLIT = (
-    *("min_local_batch_size", "max_local_batch_sizes", "replan", "probe_memory"),
+    *("min_local_batch_size", "max_local_batch_sizes", "local_batch_multiple", "replan", "probe_memory"),
     *("max_total_batch_size", "min_total_batch_size", "lr_scaling", "noise_scale"),
     *("local_batch_sizes", "cost_fn", "change_cost", "batch_sampler", "slice_fn", "concat_fn"),
 )

@@ -149,7 +149,7 @@ def by_tokens(plugin: HeteroPlugin) -> HeteroPlugin:
         >>> by_tokens(HeteroPlugin()).cost_fn, by_tokens(HeteroPlugin(local_batch_sizes=[3, 1])).cost_fn
         ('tokens', 'auto')
     """
-    fixed = plugin.local_batch_sizes is not None or plugin.policy == "even"
+    fixed = plugin.local_batch_sizes is not None or plugin.policy == "even" or plugin.local_batch_multiple > 1
     needs_numbers = fixed or plugin.noise_scale or plugin.max_total_batch_size is not None
     if plugin.cost_fn != "auto" or needs_numbers:
         return plugin

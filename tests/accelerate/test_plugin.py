@@ -14,6 +14,7 @@ VALUES = {
     "local_batch_sizes": ("24, 12,16", (24, 12, 16)),
     "min_local_batch_size": ("3", 3),
     "max_local_batch_sizes": ("[64, 32]", (64, 32)),
+    "local_batch_multiple": ("8", 8),
     "weight_fn": ("operator:itemgetter", __import__("operator").itemgetter),
     "cost_fn": ("operator:itemgetter", __import__("operator").itemgetter),
     "replan": ("epoch", "epoch"),

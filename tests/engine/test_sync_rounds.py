@@ -61,10 +61,11 @@ def test_a_plan_begins_behind_the_rank_that_has_drawn_most(ahead):
     assert run_ranks(_one_is_ahead, 2, ahead) == [7, 7]
 
 
-def test_a_plan_that_a_rank_cannot_run_is_refused():
-    engine = alone(min_local_batch_size=2)
-    with pytest.raises(ValueError, match="min_local_batch_size=2"):
-        engine.adopt(BatchPlan(1, (1,)))
+@pytest.mark.parametrize(("name", "size"), [("min_local_batch_size", 1), ("local_batch_multiple", 3)])
+def test_a_plan_that_a_rank_cannot_run_is_refused(name, size):
+    engine = alone(**{name: 2})
+    with pytest.raises(ValueError, match=f"{name}=2"):
+        engine.adopt(BatchPlan(size, (size,)))
     assert engine.history.last.plan.local_batch_sizes == (4,)
 
 

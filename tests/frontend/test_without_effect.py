@@ -122,6 +122,11 @@ class OwnGNS(GNSCallback):
             {"split": False},
             ["max_local_batch_sizes=8, replan=5 have no effect: the training loader is left as it is"],
         ),
+        (
+            {"policy": "even", "local_batch_multiple": 8},
+            {"split": False},
+            ["local_batch_multiple=8 has no effect"],
+        ),
         ({"policy": "even", "report": "runs"}, {}, []),
         ({"policy": "even", "report": False}, {"split": False}, []),
         (

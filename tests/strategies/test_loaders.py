@@ -587,3 +587,10 @@ def test_a_moving_total_is_refused_by_name():
     errors = run_ranks(_fit, 2, 2, {**job, "trainer": callbacks}, env=ENV, expect_errors=True)
     assert [rank for rank, *_ in errors] == [0, 1]
     assert all("GoodputPlanner moves the total batch" in message for *_, message in errors)
+
+
+def test_multiples_of_whole_batches_are_refused_by_name():
+    job = {"model": Planned, "loader": own_batches, "strategy": {"local_batch_multiple": 2}}
+    errors = run_ranks(_fit, 2, 2, job, env=ENV, expect_errors=True)
+    assert [rank for rank, *_ in errors] == [0, 1]
+    assert all("local_batch_multiple=2" in message for *_, message in errors)

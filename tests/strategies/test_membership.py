@@ -844,6 +844,8 @@ def test_settings_with_an_entry_for_each_worker_are_those_of_the_members():
     found = config_of_members(given, [1, 2, 3])
     assert found.max_local_batch_sizes == (4, 2, 1)
     assert found.hierarchy == ((0, 1), (2,))
+    given = HeteroConfig(local_batch_sizes=[4, 2, 2], local_batch_multiple=2)
+    assert config_of_members(given, [0, 2]).local_batch_sizes == (6, 2)
 
 
 def test_evaluation_data_are_split_among_the_members(monkeypatch):

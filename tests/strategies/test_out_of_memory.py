@@ -79,17 +79,19 @@ def test_pieces_leave_the_gradients_of_parameters_and_their_hooks_alone():
 
 
 @pytest.mark.parametrize("rows", range(4, 12))
-@pytest.mark.parametrize("least", [1, 2])
-def test_no_piece_has_fewer_rows_than_the_model_can_run(rows, least):
+@pytest.mark.parametrize(("least", "multiple"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+def test_no_piece_has_fewer_rows_than_the_model_can_run(rows, least, multiple):
+    rows *= multiple
     w, sizes = torch.tensor(1.0, requires_grad=True), []
 
     def loss_of(start, stop):
-        if stop - start > max(2, least + 1):
+        if stop - start > max(2, least + multiple):
             full()
         sizes.append(stop - start)
         return w * (stop - start)
 
-    assert sum_in_pieces(loss_of, rows, [w], least=least)[0].item() == rows
+    assert sum_in_pieces(loss_of, rows, [w], least=least, multiple=multiple)[0].item() == rows
+    assert all(size % multiple == 0 for size in sizes)
     assert sum(sizes) == rows
     assert min(sizes) >= least
 

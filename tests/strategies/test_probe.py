@@ -385,7 +385,14 @@ def _given(rank, bounds):
 
 
 @pytest.mark.parametrize(
-    ("bounds", "split"), [({"max_local_batch_sizes": [7, 30]}, (7, 5)), ({"min_local_batch_size": 4}, (8, 4))], ids=str
+    ("bounds", "split"),
+    [
+        ({"max_local_batch_sizes": [7, 30]}, (7, 5)),
+        ({"min_local_batch_size": 4}, (8, 4)),
+        ({"local_batch_multiple": 3}, (9, 3)),
+        ({"local_batch_multiple": 4, "max_local_batch_sizes": [7, 30]}, (4, 8)),
+    ],
+    ids=str,
 )
 def test_bounds_that_are_given_hold_for_the_next_batches(bounds, split):
     """The policy would give all but one sample to the first rank."""

@@ -178,6 +178,20 @@ def test_gradients_are_those_of_one_process_and_a_plan_changes_the_next_batches(
     assert first <= (2 if shard == "mine" else 2) + 8
 
 
+@pytest.mark.parametrize("shard", ["mine", "whole"])
+def test_shares_of_streams_are_multiples(shard):
+    """But for the remainder of a stream; others take the share of one that has ended."""
+    settings = {"local_batch_sizes": (6, 2), "local_batch_multiple": 2, "shard": shard}
+    results = run("lightning", own if shard == "mine" else same, settings=settings, plans={(0, 1): (2, 6)})
+    assert taken(results) == EVERYTHING
+    check_equal(results)
+    steps = sizes_of(results)
+    assert {(6, 2), (2, 6)} < set(steps)
+    odd = [(step, rank) for step, sizes in enumerate(steps) for rank, size in enumerate(sizes) if size % 2]
+    last = max(step for step, sizes in enumerate(steps) if sizes[0])  # of the odd stream of rank 0
+    assert odd == [(last, 0) if shard == "mine" else (len(steps) - 1, 1)]
+
+
 class Longer(Numbered):
     """A stream that has more samples in its second epoch."""
 

@@ -48,6 +48,7 @@ def test_values_and_texts(given):
         ({"hetero_local_batch_sizes": "24,12", "hetero_cost_fn": "tokens"}, "tokens"),
         ({"hetero_noise_scale": "true"}, "auto"),
         ({"hetero_max_total_batch_size": 64}, "auto"),
+        ({"hetero_local_batch_multiple": "8"}, "auto"),
     ],
 )
 def test_batches_are_divided_by_tokens_unless_a_setting_needs_numbers(settings, expected):

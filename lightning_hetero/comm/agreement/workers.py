@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.batching.integer_split import proportional_sizes
+from lightning_hetero.core.batching.integer_split import proportional_sizes, whole_multiple
 from lightning_hetero.core.batching.plan import NO_LIMIT, BatchPlan
 from lightning_hetero.core.policies.base import PlanContext, Planner, Proposal, check_proposal
 
@@ -23,8 +23,12 @@ class Workers:
         identities: hardware identity of each rank.
         capacities: open-loop capacity of each rank (peak FLOP/s).
         min_local: smallest batch that every rank can run.
-        max_local: most samples of each rank, given or probed; ``None`` for no limit.
+        max_local: most samples of each rank, given or probed, as a multiple; ``None`` for no limit.
         devices: name of each rank's device, for people to read.
+        multiple: samples of which each rank's size is a multiple in every plan.
+
+    Raises:
+        ValueError: if a rank cannot hold one multiple.
     """
 
     identities: tuple[str, ...]
@@ -32,6 +36,22 @@ class Workers:
     min_local: int = 1
     max_local: tuple[int, ...] | None = None
     devices: tuple[str, ...] = ()
+    multiple: int = 1
+
+    def __post_init__(self) -> None:
+        if self.max_local is None or self.multiple == 1:
+            return
+        if min(self.max_local) < self.least:
+            raise ValueError(
+                f"local_batch_multiple={self.multiple} gives each rank at least {self.least} samples, and the ranks "
+                f"hold at most {list(self.max_local)}. Lower it, or raise max_local_batch_sizes."
+            )
+        object.__setattr__(self, "max_local", tuple(most // self.multiple * self.multiple for most in self.max_local))
+
+    @property
+    def least(self) -> int:
+        """Fewest samples of a rank in a plan: ``min_local`` as a multiple."""
+        return whole_multiple(self.min_local, self.multiple)
 
     @classmethod
     def gather(
@@ -42,6 +62,7 @@ class Workers:
         *,
         min_local: int,
         bounds: Sequence[int | None],
+        multiple: int = 1,
         device: str = "",
     ) -> "Workers":
         """Exchange worker information between all ranks; collective. The smallest of this rank's ``bounds`` applies."""
@@ -50,7 +71,7 @@ class Workers:
             *control.gather_objects((name, capacity, min_local, bound, device)), strict=True
         )
         names = tuple(f"{name}#{names[:i].count(name)}" if name in names[:i] else name for i, name in enumerate(names))
-        return cls(names, capacities, max(minima), None if min(maxima) == NO_LIMIT else maxima, devices)
+        return cls(names, capacities, max(minima), None if min(maxima) == NO_LIMIT else maxima, devices, multiple)
 
     @property
     def world_size(self) -> int:
@@ -64,12 +85,13 @@ class Workers:
         return PlanContext(
             total,
             self.identities,
-            (self.min_local,) * self.world_size,
+            (self.least,) * self.world_size,
             self.max_local,
             config.hysteresis or 0.0,
             accumulation,
             self.capacities,
             given=config.local_batch_sizes,  # type: ignore[arg-type]
+            multiple=self.multiple,
             **known,
         )
 
@@ -99,7 +121,9 @@ class Workers:
             return None
         self._require_room(plan.total_batch_size)
         low = [min(self.min_local, size) for size in sizes]  # a worker that was left out stays so
-        fitting = proportional_sizes(plan.total_batch_size, sizes, min_local=low, max_local=high)
+        fitting = proportional_sizes(
+            plan.total_batch_size, sizes, min_local=low, max_local=high, multiple=self.multiple
+        )
         over = [rank for rank, size in enumerate(sizes) if size > high[rank]]
         return Proposal(
             BatchPlan(plan.total_batch_size, fitting, cost=plan.cost),
@@ -110,7 +134,7 @@ class Workers:
         """Check that a plan fits these workers.
 
         Raises:
-            ValueError: if it has another number of workers, or a size outside the bounds.
+            ValueError: if it has another number of workers, or a size that is outside the bounds or no multiple.
         """
         sizes = plan.local_batch_sizes
         low = self.min_local if min_local is None else min_local
@@ -121,6 +145,15 @@ class Workers:
                 f"local batch sizes {list(sizes)} do not fit {self.world_size} workers with at least {low} and {most} "
                 "samples each. Change the sizes or the bounds."
             )
+        if not self.in_multiples(plan):
+            raise ValueError(
+                f"local batch sizes {list(sizes)} are not multiples of local_batch_multiple={self.multiple}. Change "
+                "the sizes, or the setting."
+            )
+
+    def in_multiples(self, plan: BatchPlan) -> bool:
+        """Return whether every size is a multiple of the setting."""
+        return all(size % self.multiple == 0 for size in plan.local_batch_sizes)
 
     def initial_plan(
         self, config: HeteroConfig, total: int, planner: Planner | None, running: BatchPlan | None
@@ -136,6 +169,15 @@ class Workers:
         Raises:
             ValueError: if the bounds cannot give the total, or the given, known or running split does not fit them.
         """
+        if total % self.multiple:
+            raise ValueError(
+                f"a total batch of {total} samples cannot be shared in multiples of local_batch_multiple="
+                f"{self.multiple}. Change the DataLoader's batch_size (here for {self.world_size} workers), so that "
+                f"the total is {total // self.multiple * self.multiple or self.multiple} or "
+                f"{whole_multiple(total, self.multiple)}, or the multiple."
+            )
+        if running is not None and not self.in_multiples(running):
+            running = None  # it ran before the setting was given
         if config.fixes_split:
             proposal = Proposal(BatchPlan(total, tuple(config.local_batch_sizes or ())), "given split")
             self.check_user_split(proposal.plan)
@@ -167,14 +209,15 @@ class Workers:
             )
 
     def _even(self, total: int) -> BatchPlan:
-        if total < self.min_local * self.world_size:
+        if total < self.least * self.world_size:
+            lower = "min_local_batch_size" if self.least == self.min_local else "local_batch_multiple"
             raise ValueError(
                 f"a total batch of {total} samples cannot give each of {self.world_size} workers at least "
-                f"{self.min_local}. Raise the DataLoader's batch_size or lower min_local_batch_size."
+                f"{self.least}. Raise the DataLoader's batch_size or lower {lower}."
             )
         self._require_room(total)
-        even = [1.0] * self.world_size
-        return BatchPlan(total, proportional_sizes(total, even, min_local=self.min_local, max_local=self.max_local))
+        bounds: Any = {"min_local": self.min_local, "max_local": self.max_local, "multiple": self.multiple}
+        return BatchPlan(total, proportional_sizes(total, [1.0] * self.world_size, **bounds))
 
     def has_room(self, total: int) -> bool:
         """Return whether the workers together can hold a total batch."""

@@ -25,6 +25,11 @@ __all__ = ["Health", "NonFiniteError"]
 
 log = logging.getLogger("lightning_hetero")
 
+SINGLE = (
+    "This rank's batch had a single sample, of which a variance, a standard deviation or batch normalization is not "
+    "finite: min_local_batch_size=2, or local_batch_multiple=2 with drop_last=True, avoids such batches. "
+)
+
 
 class NonFiniteError(RuntimeError):
     """Raised if a gradient is not finite and the settings say to end the training (``on_nonfinite="raise"``)."""
@@ -41,14 +46,15 @@ class Health:
 
     Attributes:
         scaled: whether a loss scaler already leaves out steps that are not finite.
+        rows: samples of this rank's running batch, 0 if unknown.
         weights: compares weights of all ranks.
     """
 
     def __init__(self, mode: str, control: ControlPlane, hook: HookState, clock: Clock) -> None:
         self.mode, self._control, self._hook, self._clock = mode, control, hook, clock
         self._modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
-        self.scaled = False
-        self._losses: deque[tuple[torch.Tensor, Any, tuple[int, int]]] = deque()
+        self.scaled, self.rows = False, 0
+        self._losses: deque[tuple[torch.Tensor, Any, tuple[int, int], int]] = deque()
         self._step, self._bytes = (0, 0), 0
         self._told, self._dropped = False, DroppedSteps()
         self._skipper: StepSkipper | None = None
@@ -100,22 +106,23 @@ class Health:
         if value.device.type == "cuda":
             there = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
             value = there.copy_(value, non_blocking=True)
-        self._losses.append((value, self._clock.mark(), step))
+        self._losses.append((value, self._clock.mark(), step, self.rows))
 
     def _read(self, *, wait: bool = False) -> None:
         now = wait or self._clock.synchronous
         while self._losses and (now or self._clock.ready(self._losses[0][1])):
-            value, _, (epoch, batch) = self._losses.popleft()
+            value, _, (epoch, batch), rows = self._losses.popleft()
             number = float(value)
             if math.isfinite(number) or self._told:
                 continue
             self._told, self._bad = True, (epoch, batch)
             log.warning(
-                "rank %d: the loss is %s in batch %d of epoch %d; nothing is said of later ones. %s",
+                "rank %d: the loss is %s in batch %d of epoch %d; nothing is said of later ones. %s%s",
                 self._control.rank,
                 number,
                 batch,
                 epoch,
+                SINGLE if rows == 1 else "",
                 self._what_follows(),
             )
 

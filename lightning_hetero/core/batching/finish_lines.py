@@ -49,9 +49,10 @@ class FinishLines:
     high: Array
 
     @classmethod
-    def of(cls, cluster: ClusterTimeModel, low: Array, high: Array) -> "FinishLines":
-        """Return the lines of a cluster's workers, with these bounds."""
-        return cls(*cluster.coefficients(), low, high)
+    def of(cls, cluster: ClusterTimeModel, low: Array, high: Array, multiple: int = 1) -> "FinishLines":
+        """Return the lines of a cluster's workers, with these bounds, in units of ``multiple`` samples."""
+        alpha_1, beta_1, alpha_2, beta_2 = cluster.coefficients()
+        return cls(multiple * alpha_1, beta_1, multiple * alpha_2, beta_2, low, high)
 
     def finish(self, b: Array) -> Array:
         """Return the finish time of each worker for ``b`` samples, in seconds."""
@@ -87,14 +88,17 @@ class FinishLines:
         return time, sizes, bounded
 
 
-def check_bounds(workers: int, total: int, min_local: Bound, max_local: Bound | None) -> tuple[Array, Array]:
-    """Return the lower and upper bound of each worker's samples, if they allow the total.
+def check_bounds(
+    workers: int, total: int, min_local: Bound, max_local: Bound | None, multiple: int = 1
+) -> tuple[Array, Array]:
+    """Return the lower and upper bound of each worker, in units of ``multiple`` samples, if they allow the total.
 
     Args:
         workers: number of workers.
         total: samples to hand out.
         min_local: fewest samples of a worker, one number or one per worker, ``>= 0``.
         max_local: most samples of a worker, one number or one per worker; ``None`` for no limit.
+        multiple: samples of a unit: lower bounds are rounded up to whole units, upper ones down.
 
     Raises:
         TypeError: if a bound is not an integer.
@@ -103,15 +107,24 @@ def check_bounds(workers: int, total: int, min_local: Bound, max_local: Bound | 
     Example:
         >>> [bound.tolist() for bound in check_bounds(2, 10, 1, [4, 100])]
         [[1.0, 1.0], [4.0, 10.0]]
+        >>> [bound.tolist() for bound in check_bounds(2, 12, 1, [5, 100], multiple=2)]
+        [[1.0, 1.0], [2.0, 6.0]]
     """
+    check_int("multiple", multiple, minimum=1)
+    if total % multiple:
+        raise ValueError(
+            f"total_batch_size={total} cannot be split into multiples of {multiple}. Make it "
+            f"{total - total % multiple or multiple} or {total + -total % multiple}."
+        )
 
     def per_worker(name: str, bound: Bound) -> Array:
         if isinstance(bound, Sequence | np.ndarray):
             return np.array(check_sizes(name, bound, minimum=0, length=workers), dtype=float)
         return np.full(workers, float(check_int(name, bound, minimum=0)))
 
-    low = per_worker("min_local", min_local)
+    low = multiple * np.ceil(per_worker("min_local", min_local) / multiple)
     high = np.full(workers, float(total)) if max_local is None else per_worker("max_local", max_local)
+    high = multiple * np.floor(high / multiple)
     if np.any(low > high):
         i = int(np.argmax(low > high))
         raise ValueError(
@@ -128,4 +141,4 @@ def check_bounds(workers: int, total: int, min_local: Bound, max_local: Bound | 
             f"total_batch_size={total} does not fit: the upper bounds {[int(h) for h in high[:16]]} sum to "
             f"{int(high.sum())}. Lower the total to {int(high.sum())}, raise max_local, or accumulate gradients."
         )
-    return low, np.minimum(high, float(total))
+    return low / multiple, np.minimum(high, float(total)) / multiple

@@ -188,19 +188,25 @@ def windows_of(
     return tuple(windows)
 
 
-def in_equal_parts(total: int, limit: int | None, count: int | None) -> int:
+def in_equal_parts(total: int, limit: int | None, count: int | None, multiple: int = 1) -> int:
     """Return the largest total up to ``total`` that splits into equal micro-batches.
 
     Args:
         total: samples of one optimizer step.
         limit: most samples of a micro-batch, ``None`` for no limit.
         count: number of micro-batches; by default as few as the limit allows.
+        multiple: samples of which each micro-batch is a multiple.
+
+    Returns:
+        0 if there is none.
 
     Example:
         >>> in_equal_parts(31, limit=10, count=None), in_equal_parts(31, limit=None, count=2)
         (27, 30)
+        >>> in_equal_parts(31, limit=10, count=None, multiple=2)
+        24
     """
-    while total % (parts := count or (1 if limit is None else -(-total // limit))):
+    while total and total % (parts := multiple * (count or (1 if limit is None else -(-total // limit)))):
         total -= total % parts
     return total
 

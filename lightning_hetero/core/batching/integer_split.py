@@ -6,10 +6,20 @@ from itertools import combinations
 
 import numpy as np
 
-__all__ = ["even_sizes", "joint_sizes", "proportional_sizes", "tail_sizes"]
+__all__ = ["even_sizes", "joint_sizes", "proportional_sizes", "tail_sizes", "whole_multiple"]
 
 MOST_LEFT_OUT = 3
 """Workers that are left out of a small batch at most in the search for sizes within all bounds."""
+
+
+def whole_multiple(number: int, multiple: int) -> int:
+    """Return the least multiple that is not below a number.
+
+    Example:
+        >>> whole_multiple(5, 4), whole_multiple(8, 4)
+        (8, 8)
+    """
+    return -(-number // multiple) * multiple
 
 
 def even_sizes(total: int, workers: int) -> tuple[int, ...]:
@@ -35,6 +45,7 @@ def proportional_sizes(
     *,
     min_local: Sequence[int] | np.ndarray | int = 0,
     max_local: Sequence[int] | np.ndarray | None = None,
+    multiple: int = 1,
 ) -> tuple[int, ...]:
     """Return integer sizes in proportion to ``shares`` within bounds, by largest remainder, with the sum ``total``.
 
@@ -45,30 +56,36 @@ def proportional_sizes(
         shares: non-negative weight of each worker, not all zero.
         min_local: lower bound of each size.
         max_local: upper bound of each size, ``None`` for none.
+        multiple: samples of which each size is a multiple, as ``total`` has to be.
 
     Returns:
         One size per worker, sum ``total``.
 
     Raises:
-        ValueError: if the bounds cannot give ``total``, or a share is negative or not finite.
+        ValueError: if the bounds cannot give ``total`` in multiples, or a share is negative or not finite.
 
     Example:
         >>> proportional_sizes(10, [1.0, 0.5, 0.3])
         (5, 3, 2)
         >>> proportional_sizes(12, [3, 1], max_local=[6, 100])
         (6, 6)
+        >>> proportional_sizes(12, [3, 1], max_local=[7, 100], multiple=4)
+        (4, 8)
     """
     weight = np.asarray(shares, dtype=float)
     if not np.all(np.isfinite(weight)) or np.any(weight < 0) or weight.sum() <= 0:
         raise ValueError(f"shares must be finite, non-negative and not all zero; got {list(weight)}.")
     low = np.broadcast_to(np.asarray(min_local, dtype=float), weight.shape)
     high = np.full(weight.shape, float(total)) if max_local is None else np.asarray(max_local, dtype=float)
+    low, high = np.ceil(low / multiple), np.floor(high / multiple)  # in units from here on
     high = np.maximum(high, low)
-    if low.sum() > total or high.sum() < total:
+    if total % multiple or not low.sum() * multiple <= total <= high.sum() * multiple:
+        units = "" if multiple == 1 else f"multiples of {multiple} from "
         raise ValueError(
-            f"total={total} is outside what the bounds allow, {int(low.sum())} to {int(high.sum())}. "
-            "Change the total or the bounds."
+            f"total={total} is outside what the bounds allow, {units}{int(low.sum()) * multiple} to "
+            f"{int(high.sum()) * multiple}. Change the total or the bounds."
         )
+    total //= multiple
     weight = np.maximum(weight / weight.max(), 1e-12)
     # sum of clip(level * weight, low, high) grows with the level: bisect to the level that gives the total
     below, above = 0.0, float((high / weight).max())
@@ -83,7 +100,7 @@ def proportional_sizes(
     order = np.lexsort((np.arange(len(exact)), -(exact - sizes)))
     for i in _cycle_until(order, sizes, high, total):
         sizes[i] += 1
-    return tuple(int(size) for size in sizes)
+    return tuple(int(size) * multiple for size in sizes)
 
 
 def _cycle_until(order: np.ndarray, sizes: np.ndarray, high: np.ndarray, total: int) -> Iterator[int]:
@@ -96,17 +113,19 @@ def _cycle_until(order: np.ndarray, sizes: np.ndarray, high: np.ndarray, total: 
                 yield i
 
 
-def tail_sizes(remaining: int, sizes: Sequence[int], min_local: int = 1) -> tuple[int, ...]:
+def tail_sizes(remaining: int, sizes: Sequence[int], min_local: int = 1, multiple: int = 1) -> tuple[int, ...]:
     """Split the ragged last batch of an epoch in the proportions of the full one.
 
     A share between zero and ``min_local`` goes to workers with larger shares, because a module may not be able to run
     such a batch (batch normalization of a single sample); the worker that loses it runs with weight 0. No worker gets
     more than in a full batch, except for fewer than ``min_local`` samples that would otherwise form their own batch.
+    With ``multiple > 1``, one worker takes the remainder beyond whole multiples.
 
     Args:
         remaining: samples left, ``0 < remaining <= sum(sizes)``.
         sizes: the split of the full batch.
         min_local: smallest batch that a worker can run.
+        multiple: samples of which all sizes but one are multiples, as those of the full batch are.
 
     Returns:
         One size per worker, sum ``remaining``; zeros are allowed.
@@ -116,7 +135,19 @@ def tail_sizes(remaining: int, sizes: Sequence[int], min_local: int = 1) -> tupl
         (3, 1, 1)
         >>> tail_sizes(5, (30, 10, 10), min_local=2)
         (5, 0, 0)
+        >>> tail_sizes(7, (6, 4, 4), multiple=2)
+        (3, 2, 2)
     """
+    if multiple > 1:
+        units, rest = divmod(remaining, multiple)
+        least, whole = -(-min_local // multiple), [size // multiple for size in sizes]
+        split = [multiple * size for size in tail_sizes(units, whole, least)] if units else [0] * len(sizes)
+
+        def room(i: int) -> bool:
+            return split[i] + rest <= sizes[i] and (split[i] > 0 or rest >= min_local)
+
+        split[max(range(len(sizes)), key=lambda i: (room(i), split[i], sizes[i]))] += rest
+        return tuple(split)
     shares = list(proportional_sizes(remaining, sizes))
     order = sorted(range(len(shares)), key=lambda i: (-shares[i], -sizes[i], i))
     spare = 0

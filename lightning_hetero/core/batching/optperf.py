@@ -6,6 +6,7 @@ search over overlap states can give negative sizes and wrong boundaries.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,12 @@ Array = npt.NDArray[np.float64]
 
 @checked_keywords
 def solve_optperf(
-    cluster: ClusterTimeModel, total_batch_size: int, *, min_local: Bound = 1, max_local: Bound | None = None
+    cluster: ClusterTimeModel,
+    total_batch_size: int,
+    *,
+    min_local: Bound = 1,
+    max_local: Bound | None = None,
+    multiple: int = 1,
 ) -> BatchPlan:
     """Solve for the split of least step time (OptPerf; C sec. 3.3), exact with bounds and integers.
 
@@ -36,6 +42,7 @@ def solve_optperf(
         total_batch_size: ``B``, samples per step, ``>= 1``.
         min_local: fewest samples of a worker, one number or one per worker, ``>= 0``.
         max_local: most samples of a worker (memory), one number or one per worker; ``None`` for no limit.
+        multiple: samples of which each size is a multiple, ``>= 1``; the optimum is exact in these units as well.
 
     Returns:
         A plan whose sizes sum to ``B`` exactly, with predicted step time and the bottleneck of each worker.
@@ -51,9 +58,9 @@ def solve_optperf(
         >>> plan.local_batch_sizes, round(plan.step_time, 3), plan.bottlenecks
         ((30, 10), 0.105, ('compute', 'compute'))
     """
-    total = check_int("total_batch_size", total_batch_size, minimum=1)
-    low, high = check_bounds(len(cluster.nodes), total, min_local, max_local)
-    lines = FinishLines.of(cluster, low, high)
+    samples = check_int("total_batch_size", total_batch_size, minimum=1)
+    low, high = check_bounds(len(cluster.nodes), samples, min_local, max_local, multiple)
+    lines, total = FinishLines.of(cluster, low, high, multiple), samples // multiple
     _, sizes, bounded = lines.solve(total)
     whole = _round(lines, sizes, total)
     finish_compute = lines.alpha_1 * whole + lines.beta_1
@@ -61,8 +68,8 @@ def solve_optperf(
     step_time = float(lines.finish(whole).max())
     leave_out, without = _leave_out(lines, total, step_time) if bounded else ((), None)
     return BatchPlan(
-        total,
-        tuple(int(b) for b in whole),
+        samples,
+        tuple(int(b) * multiple for b in whole),
         step_time=step_time,
         bottlenecks=tuple("communication" if c else "compute" for c in communicates),
         leave_out=leave_out,
@@ -163,17 +170,20 @@ def solve_step_times(
     *,
     min_local: Bound = 1,
     max_local: Bound | None = None,
+    multiple: int = 1,
 ) -> Array:
     """Solve for the least step time of many totals at once, with sizes as real numbers (C sec. 4.5).
 
     The capacity of the cluster is a concave, piecewise linear function of the time with at most two breaks per
-    worker; it is tabulated once and inverted for every total.
+    worker; it is tabulated once and inverted for every total. Real numbers say too little of sizes that are multiples
+    of many samples, so with ``multiple > 1`` each total is solved by :func:`solve_optperf`.
 
     Args:
         cluster: time model of all workers.
         total_batch_sizes: candidates for ``B``.
         min_local: as in :func:`solve_optperf`.
         max_local: as in :func:`solve_optperf`.
+        multiple: as in :func:`solve_optperf`.
 
     Returns:
         Seconds, float64 of the shape of ``total_batch_sizes``.
@@ -190,6 +200,9 @@ def solve_step_times(
     totals = np.asarray(total_batch_sizes, dtype=float)
     if totals.size == 0:
         return totals
+    if multiple > 1:
+        bounds: dict[str, Any] = {"min_local": min_local, "max_local": max_local, "multiple": multiple}
+        return np.array([solve_optperf(cluster, int(total), **bounds).step_time for total in totals])
     workers = len(cluster.nodes)
     low, _ = check_bounds(workers, int(totals.min()), min_local, None)
     _, high = check_bounds(workers, int(totals.max()), min_local, max_local)
@@ -251,7 +264,12 @@ def overlap_state(cluster: ClusterTimeModel, step_times: Sequence[float] | Array
 
 
 def static_sizes(
-    total_batch_size: int, capacities: Sequence[float], *, min_local: Bound = 1, max_local: Bound | None = None
+    total_batch_size: int,
+    capacities: Sequence[float],
+    *,
+    min_local: Bound = 1,
+    max_local: Bound | None = None,
+    multiple: int = 1,
 ) -> tuple[int, ...]:
     """Split in proportion to known capacities, CPU cores or peak FLOP/s, open-loop (D sec. III-B).
 
@@ -260,6 +278,7 @@ def static_sizes(
         capacities: cores or FLOP/s of each worker, ``> 0``, all in one unit.
         min_local: fewest samples of a worker.
         max_local: most samples of a worker.
+        multiple: samples of which each size is a multiple.
 
     Returns:
         One size per worker, sum ``B``.
@@ -275,5 +294,6 @@ def static_sizes(
     total = check_int("total_batch_size", total_batch_size, minimum=1)
     if len(capacities) == 0:
         raise ValueError("capacities is empty; give one per worker: its CPU cores or peak FLOPs.")
-    low, high = check_bounds(len(capacities), total, min_local, max_local)
-    return proportional_sizes(total, capacities, min_local=low, max_local=high)
+    low, high = check_bounds(len(capacities), total, min_local, max_local, multiple)
+    units = proportional_sizes(total // multiple, capacities, min_local=low, max_local=high)
+    return tuple(multiple * size for size in units)

@@ -52,6 +52,7 @@ class SolvedTotals:
     Args:
         min_local: fewest samples of each worker and micro-batch in the solution.
         max_local: most samples of each worker and micro-batch, ``None`` for no limit.
+        multiple: samples of which each size is a multiple.
         solved: solution of each total and number of micro-batches.
 
     Example:
@@ -69,6 +70,7 @@ class SolvedTotals:
 
     min_local: tuple[int, ...] = ()
     max_local: tuple[int, ...] | None = None
+    multiple: int = 1
     solved: Mapping[Window, _Solved] = field(default_factory=dict)
 
     @classmethod
@@ -78,6 +80,7 @@ class SolvedTotals:
         windows: Iterable[Window],
         min_local: Sequence[int],
         max_local: Sequence[int] | None,
+        multiple: int = 1,
     ) -> "SolvedTotals":
         """Solve all candidates together.
 
@@ -86,8 +89,9 @@ class SolvedTotals:
             windows: each total with the number of its micro-batches.
             min_local: fewest samples of each worker and micro-batch.
             max_local: most samples of each worker and micro-batch.
+            multiple: samples of which each size is a multiple.
         """
-        known = cls(tuple(min_local), None if max_local is None else tuple(max_local))
+        known = cls(tuple(min_local), None if max_local is None else tuple(max_local), multiple)
         return replace(known, solved=known._solve(cluster, windows))
 
     def _solve(self, cluster: ClusterTimeModel, windows: Iterable[Window]) -> dict[Window, _Solved]:
@@ -99,15 +103,23 @@ class SolvedTotals:
             whole = cluster.accumulated(count)
             # Micro-batches whose mean is no whole number differ by one sample; the bounds have to hold the larger ones.
             sizes = np.append(np.asarray(totals) / count, -(-max(totals) // count))
-            times = solve_step_times(whole, sizes, min_local=self.min_local, max_local=self.max_local)[:-1]
+            unit, low, high = self.multiple, self.min_local, self.max_local
+            sizes = sizes if unit == 1 else np.ceil(sizes / unit) * unit
+            times = solve_step_times(whole, sizes, min_local=low, max_local=high, multiple=unit)[:-1]
             for total, seconds, overlap in zip(totals, times.tolist(), overlap_state(whole, times), strict=True):
                 solved[total, count] = _Solved(seconds, seconds, overlap)
         return solved
 
-    def holds(self, windows: Iterable[Window], min_local: Sequence[int], max_local: Sequence[int] | None) -> bool:
+    def holds(
+        self,
+        windows: Iterable[Window],
+        min_local: Sequence[int],
+        max_local: Sequence[int] | None,
+        multiple: int = 1,
+    ) -> bool:
         """Return whether these candidates are solved for these bounds."""
-        bounds = tuple(min_local), None if max_local is None else tuple(max_local)
-        return (self.min_local, self.max_local) == bounds and self.solved.keys() >= {*windows}
+        bounds = tuple(min_local), None if max_local is None else tuple(max_local), multiple
+        return (self.min_local, self.max_local, self.multiple) == bounds and self.solved.keys() >= {*windows}
 
     def times(self, windows: Iterable[Window]) -> dict[Window, float]:
         """Return the seconds of an optimizer step at the optimal split of each of these candidates."""
@@ -136,7 +148,7 @@ class SolvedTotals:
         """Return plain Python values, fit for any checkpoint."""
         rows = [[*window, s.seconds, s.initial, s.overlap.hex()] for window, s in self.solved.items()]
         bounds = None if self.max_local is None else list(self.max_local)
-        return {"min_local": list(self.min_local), "max_local": bounds, "solved": rows}
+        return {"min_local": list(self.min_local), "max_local": bounds, "multiple": self.multiple, "solved": rows}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> "SolvedTotals":
@@ -146,7 +158,8 @@ class SolvedTotals:
             for total, count, seconds, initial, overlap in state["solved"]
         }
         bounds = state["max_local"]
-        return cls(tuple(map(int, state["min_local"])), None if bounds is None else tuple(map(int, bounds)), solved)
+        most = None if bounds is None else tuple(map(int, bounds))
+        return cls(tuple(map(int, state["min_local"])), most, int(state.get("multiple", 1)), solved)
 
 
 def goodput_table(

@@ -258,7 +258,9 @@ class PlanHistory:
         start, plan = segments[-1]
         return start + _full_or_ragged(num_samples - taken, plan.total_batch_size, drop_last)
 
-    def sizes_at(self, epoch: int, step: int, num_samples: int | None = None, *, min_local: int = 1) -> tuple[int, ...]:
+    def sizes_at(
+        self, epoch: int, step: int, num_samples: int | None = None, *, min_local: int = 1, multiple: int = 1
+    ) -> tuple[int, ...]:
         """Return the size of every rank at a step; the ragged last step is split in the same proportion.
 
         Args:
@@ -266,6 +268,7 @@ class PlanHistory:
             step: batch of that epoch.
             num_samples: samples of the epoch, ``None`` to ignore the ragged tail.
             min_local: smallest batch that a rank can run, see :func:`tail_sizes`.
+            multiple: samples of which all sizes but one of the tail are multiples.
         """
         plan = self.at(epoch, step).plan
         if num_samples is None:
@@ -273,7 +276,7 @@ class PlanHistory:
         remaining = num_samples - self.offset(epoch, step)
         if remaining >= plan.total_batch_size or remaining <= 0:
             return plan.local_batch_sizes
-        return tail_sizes(remaining, plan.local_batch_sizes, min_local)
+        return tail_sizes(remaining, plan.local_batch_sizes, min_local, multiple)
 
     def digest(self) -> int:
         """Return a 48-bit fingerprint of what ranks must agree on: when each plan holds and its sizes."""

@@ -92,6 +92,7 @@ def control(
     max_local: Sequence[int] | None = None,
     dead_band: float = 0.05,
     settings: ControlSettings = CONTROL_DEFAULTS,
+    multiple: int = 1,
 ) -> tuple[ControllerState, tuple[int, ...] | None]:
     """Decide on new sizes, for all workers or for none.
 
@@ -102,6 +103,7 @@ def control(
         max_local: most samples of each worker.
         dead_band: sizes change only if one of them would by more than this share.
         settings: of the controller.
+        multiple: samples of which the total, each size and each bound are multiples.
 
     Returns:
         The new state, and the new sizes or ``None``.
@@ -117,7 +119,7 @@ def control(
     mu, b = state.times.best, np.asarray(state.local_batch_sizes, dtype=float)
     given = np.full(len(b), total_batch_size) if max_local is None else np.asarray(max_local)
     learned = [bound.size if bound is not None and bound.holds else total_batch_size for bound in state.bounds]
-    high = np.minimum(given, np.maximum(learned, min_local))
+    high = np.minimum(given, np.maximum(learned, min_local)) // multiple * multiple
     if high.sum() < total_batch_size:
         high = given
     error, free = _errors(mu, b, np.asarray(min_local), high)
@@ -128,7 +130,7 @@ def control(
     wanted = np.maximum(
         wanted, 1e-12 * wanted.max()
     )  # in proportion also where one worker is thousands of times faster
-    sizes = proportional_sizes(total_batch_size, wanted, min_local=min_local, max_local=high)
+    sizes = proportional_sizes(total_batch_size, wanted, min_local=min_local, max_local=high, multiple=multiple)
     change = np.abs(np.asarray(sizes) - b) / np.maximum(b, 1.0)
     least = settings.finishing_dead_band * dead_band if state.coarse else dead_band
     if not np.any((change > least) & (np.abs(error) > chance)):

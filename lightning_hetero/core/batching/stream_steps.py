@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_hetero.core.batching.integer_split import proportional_sizes
+from lightning_hetero.core.batching.integer_split import proportional_sizes, whole_multiple
 from lightning_hetero.core.batching.plan import NO_LIMIT
 
 __all__ = ["StreamBlock", "StreamRules", "next_block", "wanted_samples"]
@@ -24,6 +24,8 @@ class StreamRules:
         min_local: smallest batch that a rank can run, ``>= 1``; a rank takes no samples or at least as many.
         max_local: most samples of each rank; ``None`` for no limit.
         drop_last: whether the ragged last batch is dropped.
+        multiple: samples of which each size is a multiple, except that a rank takes the remainder of its stream when
+            that has ended; with ``drop_last`` that is dropped.
 
     Raises:
         ValueError: if a rank's largest batch leaves no room for the last samples of its stream.
@@ -36,6 +38,7 @@ class StreamRules:
     min_local: int = 1
     max_local: tuple[int, ...] | None = None
     drop_last: bool = False
+    multiple: int = 1
 
     def __post_init__(self) -> None:
         if self.max_local is not None and min(self.max_local) < 2 * self.min_local - 1:
@@ -48,6 +51,11 @@ class StreamRules:
     def reserve(self) -> int:
         """Samples that a rank keeps while its stream goes on, so that its last batch is not too small to run."""
         return self.min_local if self.min_local > 1 else 0
+
+    @property
+    def stand_in(self) -> int:
+        """Samples that a rank without a share runs, with weight 0."""
+        return whole_multiple(self.min_local, self.multiple)
 
     def most(self, ranks: int) -> np.ndarray:
         """Return the most samples of each rank."""
@@ -97,6 +105,8 @@ def next_block(
     rest = np.array(held, dtype=int)
     steps: list[tuple[int, ...]] = []
     gone = np.array(ended, dtype=bool)
+    if rules.drop_last and rules.multiple > 1:  # without the remainder
+        rest = np.where(gone, np.where(rest < rules.stand_in, 0, rest // rules.multiple * rules.multiple), rest)
     small = [rank for rank in np.flatnonzero(gone) if 0 < rest[rank] < rules.min_local]
     if small:
         raise ValueError(
@@ -138,7 +148,7 @@ def wanted_samples(
     assumed = [own if gone else NO_LIMIT for own, gone in zip(held, ended, strict=True)]
     block = next_block(plans, assumed, ended, rules)
     taken = np.array(block.sizes, dtype=int).reshape(-1, len(assumed)).sum(axis=0)
-    wanted = np.maximum(taken + rules.reserve, rules.min_local)  # a rank of size 0 runs some of them with weight 0
+    wanted = np.maximum(taken + rules.reserve, rules.stand_in)  # a rank of size 0 runs some of them with weight 0
     return tuple(0 if gone else int(own) for own, gone in zip(wanted, ended, strict=True))
 
 
@@ -149,14 +159,18 @@ def _step(plan: np.ndarray, rest: np.ndarray, gone: np.ndarray, rules: StreamRul
     sizes = np.minimum(plan, free)
     if np.any(~gone & (sizes < np.minimum(plan, most))):
         return None
-    total = min(int(plan.sum()), int(np.where(gone, free, most).sum()))
-    missing = total - int(sizes.sum())
-    if missing > int((free - sizes).sum()):
+    unit, lacks = rules.multiple, int(plan.sum() - sizes.sum())
+    room = np.maximum(np.where(gone, free, most) - sizes, 0) // unit * unit
+    missing = min(lacks // unit * unit, int(room.sum()))
+    room = np.maximum(free - sizes, 0) // unit * unit
+    if missing > int(room.sum()):
         return None
     if missing > 0:
-        takers = np.where(free > sizes, plan, 0)
-        shares = takers if takers.sum() else np.where(free > sizes, 1, 0)
-        sizes = sizes + np.array(proportional_sizes(missing, shares, max_local=np.maximum(free - sizes, 0)))
+        takers = np.where(room > 0, plan, 0)
+        shares = takers if takers.sum() else np.where(room > 0, 1, 0)
+        sizes = sizes + np.array(proportional_sizes(missing, shares, max_local=room, multiple=unit))
+    elif not sizes.any():  # only remainders are left, of ranks that the plan gives nothing
+        sizes = np.where(np.arange(len(plan)) == np.argmax(free), free, 0)
     return _runnable(sizes, rest, free, gone, rules)
 
 
@@ -164,10 +178,12 @@ def _runnable(
     sizes: np.ndarray, rest: np.ndarray, free: np.ndarray, gone: np.ndarray, rules: StreamRules
 ) -> np.ndarray | None:
     """Return sizes that ranks can run, such that the rest of a stream that has ended can be run as well."""
-    low = rules.min_local
-    sizes = np.where((sizes > 0) & (sizes < low), np.where(free >= low, low, 0), sizes)
+    low, multiple = rules.min_local, rules.stand_in
+    instead = np.where(free >= multiple, multiple, np.where(gone & (free >= low), free, 0))
+    sizes = np.where((sizes > 0) & (sizes < low), instead, sizes)
     left = rest - sizes
     tight = gone & (left > 0) & (left < low)
     whole = rest <= rules.most(len(sizes))
-    sizes = np.where(tight, np.where(whole, rest, rest - low), sizes)
+    short = np.where(rest - multiple >= low, rest - multiple, rest - low)
+    sizes = np.where(tight, np.where(whole, rest, short), sizes)
     return sizes if sizes.sum() else None

@@ -44,6 +44,7 @@ class PlanContext:
         given: the user's sizes to begin with, ``None`` if the policy finds its own.
         change_cost: seconds that a change of the plan costs, for recompiling or tuning; ``None`` if that is unknown.
         elapsed: steps since the last sync round, which may exceed the observed ones; ``None`` for the observed ones.
+        multiple: samples of which the total and each size have to be multiples; the bounds are.
 
     Example:
         >>> PlanContext(40, ("a", "b"), (1, 1)).hysteresis
@@ -63,6 +64,7 @@ class PlanContext:
     given: tuple[int, ...] | None = None
     change_cost: float | None = None
     elapsed: int | None = None
+    multiple: int = 1
 
 
 @checked_keywords

@@ -182,7 +182,7 @@ class GoodputPlanner:
         count = None if context.epoch_begins else context.accumulation
         grid = () if high < low else candidate_totals(low, high)
         full = () if limit is None else range(-(-low // limit) * limit, high + 1, limit)  # full micro-batches
-        parts = [in_equal_parts(b, limit, count) for b in (*grid, *full)]
+        parts = [in_equal_parts(b, limit, count, context.multiple) for b in (*grid, *full)]
         return windows_of(
             [total, *[b for b in parts if b >= low]],
             min_local=context.min_local,
@@ -199,7 +199,7 @@ class GoodputPlanner:
         The choice rests on the current and the chosen total. The least and the greatest total are renewed as well,
         because the estimate of a worker's fixed time may change without a change of its time at the current total.
         """
-        solved, bounds = self.solved, (context.min_local, context.max_local)
+        solved, bounds = self.solved, (context.min_local, context.max_local, context.multiple)
         if not solved.holds(windows, *bounds):
             return SolvedTotals.solve(cluster, windows, *bounds)
         asked = {*windows[:1], *windows[-1:], *(window for window in windows if window[0] == total)}
@@ -259,9 +259,10 @@ def _plan(cluster: ClusterTimeModel, chosen: Candidate, context: PlanContext) ->
     """Return the best split of one micro-batch of a candidate."""
     return solve_optperf(
         cluster.accumulated(chosen.accumulation),
-        chosen.total_batch_size // chosen.accumulation,
+        chosen.total_batch_size // (chosen.accumulation * context.multiple) * context.multiple,
         min_local=context.min_local,
         max_local=context.max_local,
+        multiple=context.multiple,
     )
 
 

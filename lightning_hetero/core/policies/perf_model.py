@@ -194,7 +194,7 @@ class PerfModelPlanner:
         if gain * now * steps <= costs:
             fixed = context.change_cost or 0.0
             return Decision(self, kept=costs_too_much(plan.local_batch_sizes, gain, now, steps, costs, fixed))
-        equal = max(current.local_batch_sizes) - min(current.local_batch_sizes) <= 1
+        equal = max(current.local_batch_sizes) - min(current.local_batch_sizes) <= context.multiple
         least = doubt(times.jitter, times.moving, equal, self.settings) * unknown
         if gain < least:
             jitter = times.single_steps(running)
@@ -256,7 +256,13 @@ class PerfModelPlanner:
 
 
 def _optimum(cluster: ClusterTimeModel, context: PlanContext) -> BatchPlan:
-    return solve_optperf(cluster, context.total_batch_size, min_local=context.min_local, max_local=context.max_local)
+    return solve_optperf(
+        cluster,
+        context.total_batch_size,
+        min_local=context.min_local,
+        max_local=context.max_local,
+        multiple=context.multiple,
+    )
 
 
 def _optimal_model(predicted: StepPrediction, context: PlanContext) -> ClusterTimeModel:
@@ -271,7 +277,7 @@ def _why_optimal(plan: BatchPlan, context: PlanContext) -> str:
     held = [i for i, b in enumerate(sizes) if b in (context.min_local[i], high[i])]
     if held and len(sizes) > 1:
         return f"bounds hold: rank {', '.join(map(str, held))} at its minimum or maximum; the split is the optimum"
-    if max(sizes) - min(sizes) <= 1:
+    if max(sizes) - min(sizes) <= context.multiple:
         return "workers are equally fast: equal sizes are the optimum"
     return "the optimum runs already: the time model predicts no shorter step with another split"
 

@@ -23,7 +23,13 @@ BY_CAPACITY = "in proportion to cores or peak FLOPs"
 
 def _in_proportion(capacities: Sequence[float], context: PlanContext, reason: str) -> Proposal:
     """Propose sizes in proportion to capacities, within the bounds."""
-    sizes = static_sizes(context.total_batch_size, capacities, min_local=context.min_local, max_local=context.max_local)
+    sizes = static_sizes(
+        context.total_batch_size,
+        capacities,
+        min_local=context.min_local,
+        max_local=context.max_local,
+        multiple=context.multiple,
+    )
     return Proposal(BatchPlan(context.total_batch_size, sizes), reason)
 
 
@@ -91,6 +97,7 @@ class ProportionalPlanner:
             max_local=context.max_local,
             dead_band=self.dead_band,
             settings=self.settings,
+            multiple=context.multiple,
         )
         planner = replace(self, state=state, throughput=speeds)
         if sizes is None:

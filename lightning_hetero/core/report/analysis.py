@@ -162,9 +162,9 @@ class RunFigures:
         if one is None or cluster is None:
             return math.nan
         low, high = self.bounds(one)
-        if sum(low) > one.total or (high is not None and sum(high) < one.total):
+        if one.total % self.multiple or sum(low) > one.total or (high is not None and sum(high) < one.total):
             return math.nan  # bounds that no split of this total keeps
-        found = solve_optperf(cluster, one.total, min_local=low, max_local=high).step_time
+        found = solve_optperf(cluster, one.total, min_local=low, max_local=high, multiple=self.multiple).step_time
         return math.nan if found is None else float(found)
 
     @property
@@ -192,6 +192,12 @@ class RunFigures:
         """Return the least and the most samples of each worker in a round."""
         low = tuple(worker.min_local for worker in self.run.header.workers)
         return low if len(low) == len(one.sizes) else (1,) * len(one.sizes), one.max_local or None
+
+    @property
+    def multiple(self) -> int:
+        """Samples of which each size was a multiple."""
+        text = self.run.header.settings.get("local_batch_multiple", "1")[:9]
+        return max(int(text), 1) if text.isdecimal() else 1
 
     # workers
 

@@ -79,7 +79,8 @@ def what_if(figures: RunFigures) -> tuple[WhatIf, ...]:
         if sum(least) > one.total or (most is not None and sum(most) < one.total):
             return
         changed = ClusterTimeModel(nodes, cluster.gamma, cluster.t_o, cluster.t_u)
-        time = solve_optperf(changed, one.total, min_local=least, max_local=most).step_time
+        bounds: Any = {"min_local": least, "max_local": most, "multiple": figures.multiple}
+        time = solve_optperf(changed, one.total, **bounds).step_time
         if time is not None and np.isfinite(time):
             known[key] = WhatIf(change, rank, float(time), now / float(time) - 1.0)
             found.append(known[key])

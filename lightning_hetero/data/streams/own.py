@@ -69,7 +69,7 @@ class _Pass:
             What its batch is made of, and those samples of it that count.
         """
         own, buffer = sizes[rank], self.drawing.buffer
-        if own:
+        if own >= least or (own and not self.stand_in):
             self.stand_in = buffer.peek(min(own, least))
         pieces = buffer.take(own) if own else self.stand_in or buffer.peek(least)
         self.taken = self.taken + np.array(sizes)
@@ -98,7 +98,7 @@ class OwnStreamSampler(StreamSampler):
                 plans, wait = self._report(run, following)
             for sizes in block.sizes:
                 self._note(epoch, step, sizes, run.taken.astype(int).tolist())
-                pieces, counted = run.take(sizes, self.rank, self.rules.min_local)
+                pieces, counted = run.take(sizes, self.rank, self.rules.stand_in)
                 self._trained(step, counted)
                 yield run.drawing.buffer.batch(pieces)
                 step += 1
@@ -174,7 +174,7 @@ class OwnStreamSampler(StreamSampler):
         if min(held) > 0 or max(held) == 0:
             return
         giver = next(rank for rank, number in enumerate(held) if number)
-        given = run.drawing.buffer.peek(self.rules.min_local) if self.rank == giver else None
+        given = run.drawing.buffer.peek(self.rules.stand_in) if self.rank == giver else None
         received = self._peers.gather_objects(given)[giver]
         if held[self.rank] == 0:
             run.lend(received)

@@ -95,7 +95,7 @@ class StreamSampler:
     @property
     def min_local(self) -> int:
         """Smallest batch that a rank can run."""
-        return self.rules.min_local
+        return self.rules.stand_in
 
     def set_epoch(self, epoch: int) -> None:
         """Begin this epoch at the next ``iter``."""
@@ -115,7 +115,8 @@ class StreamSampler:
 
     def _known_length(self, epoch: int) -> int | None:
         """Return the steps of an epoch by what its data says of its length, where sizes cannot deviate from it."""
-        if self._num_samples is None or self.rules.min_local > 1 or self.rules.max_local is not None:
+        rules = self.rules
+        if self._num_samples is None or rules.min_local > 1 or rules.multiple > 1 or rules.max_local is not None:
             return None
         return self._history().num_batches(epoch, self._num_samples, drop_last=self.rules.drop_last)
 
@@ -213,7 +214,7 @@ class WholeStreamSampler(StreamSampler):
             here = min(total, len(buffer))
             if here < (total if self.rules.drop_last else 1):
                 return
-            sizes = plan if here == total else tail_sizes(here, plan, self.rules.min_local)
+            sizes = plan if here == total else tail_sizes(here, plan, self.rules.min_local, self.rules.multiple)
             self._note(epoch, step, sizes, (behind,) * len(sizes))
             self.drawn = (epoch, step + 1)
             batch = buffer.batch(self._share(buffer, sizes))
@@ -225,7 +226,7 @@ class WholeStreamSampler(StreamSampler):
     def _share(self, buffer: Any, sizes: tuple[int, ...]) -> list[Any]:
         """Take a global batch; return this rank's slice of it, or a few samples to run with weight 0."""
         own = sizes[self.rank]
-        stand_in = [] if own else buffer.peek(min(self.rules.min_local, sum(sizes)))
+        stand_in = [] if own else buffer.peek(min(self.rules.stand_in, sum(sizes)))
         buffer.take(sum(sizes[: self.rank]))
         mine = buffer.take(own)
         buffer.take(sum(sizes[self.rank + 1 :]))

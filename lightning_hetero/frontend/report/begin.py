@@ -34,7 +34,7 @@ def begin_report(
     workers, watch, plan = engine.workers, engine.rounds.watch, engine.plan
     if workers is None or plan is None or not watch.speaks:
         return
-    least, most = workers.min_local, workers.max_local
+    least, most = workers.least, workers.max_local
     devices = workers.devices or ("",) * workers.world_size
     config: Any = engine.config
     given = config.report

@@ -30,8 +30,8 @@ class Table:
         return [value, *self.others]
 
 
-def roster(n=2, min_local=1, max_local=None, capacities=None):
-    return Workers(tuple("abcd"[:n]), capacities or (1.0,) * n, min_local, max_local)
+def roster(n=2, min_local=1, max_local=None, capacities=None, multiple=1):
+    return Workers(tuple("abcd"[:n]), capacities or (1.0,) * n, min_local, max_local, multiple=multiple)
 
 
 def first(roster, total, planner=None, running=None, **config):
@@ -95,6 +95,19 @@ def test_plan_that_fits():
         ({}, {"total": 8, "planner": Fixed(7, 1), "running": BatchPlan(6, (5, 1))}, ((7, 1), "known")),
         ({}, {"total": 8, "running": BatchPlan(8, (5, 3))}, ((4, 4), "equal sizes")),
         ({}, {"total": 8, "running": BatchPlan(8, (4, 4))}, None),
+        ({"multiple": 3, "n": 3}, {"total": 12}, ((6, 3, 3), "equal sizes")),
+        ({"multiple": 4, "max_local": (7, 9)}, {"total": 12}, ((4, 8), "equal sizes")),
+        (
+            {"multiple": 4, "capacities": (3.0, 1.0)},
+            {"total": 12, "planner": StaticPlanner()},
+            ((8, 4), "in proportion to cores or peak FLOPs"),
+        ),
+        (
+            {"multiple": 4},
+            {"total": 12, "planner": Fixed(8, 4), "running": BatchPlan(12, (7, 5))},
+            ((8, 4), "known"),
+        ),
+        ({"multiple": 4}, {"total": 12, "planner": Fixed(8, 4), "running": BatchPlan(12, (4, 8))}, None),
     ],
     ids=str,
 )
@@ -110,6 +123,10 @@ def test_first_plan(kwargs, arguments, expected):
         ({"min_local": 2}, {"total": 5, "local_batch_sizes": [4, 1]}, "below min_local_batch_size=2"),
         ({"max_local": (5, 5)}, {"total": 8, "local_batch_sizes": [6, 2]}, "do not fit"),
         ({"max_local": (5, 5)}, {"total": 8, "planner": Fixed(7, 1)}, "do not fit"),
+        ({"multiple": 4}, {"total": 10}, "local_batch_multiple=4.* 8 or 12"),
+        ({"multiple": 4}, {"total": 4}, "local_batch_multiple"),
+        ({"multiple": 4}, {"total": 8, "planner": Fixed(7, 1)}, "local_batch_multiple=4"),
+        ({"multiple": 8, "max_local": (7, 9)}, {"total": 16}, "local_batch_multiple=8"),
         (
             {"max_local": (5, 5)},
             {"total": 8, "planner": PerfModelPlanner(), "running": BatchPlan(8, (6, 2))},
@@ -156,16 +173,17 @@ def test_bounds_only_fall(held, bounds, now):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "high", "fitting"),
+    ("sizes", "high", "fitting", "multiple"),
     [
-        ((6, 4), (6, 4), None),
-        ((6, 4), (5, NO_LIMIT), (5, 5)),
-        ((6, 4, 2), (9, 3, 9), (7, 3, 2)),
-        ((8, 0, 4), (6, 9, 9), (6, 0, 6)),  # one that was left out stays so
+        ((6, 4), (6, 4), None, 1),
+        ((6, 4), (5, NO_LIMIT), (5, 5), 1),
+        ((6, 4, 2), (9, 3, 9), (7, 3, 2), 1),
+        ((8, 0, 4), (6, 9, 9), (6, 0, 6), 1),  # one that was left out stays so
+        ((8, 4), (7, 99), (4, 8), 4),
     ],
 )
-def test_a_plan_beyond_a_bound_becomes_one_of_the_same_total(sizes, high, fitting):
-    proposal = roster(len(sizes), max_local=high).within_bounds(BatchPlan(sum(sizes), sizes))
+def test_a_plan_beyond_a_bound_becomes_one_of_the_same_total(sizes, high, fitting, multiple):
+    proposal = roster(len(sizes), max_local=high, multiple=multiple).within_bounds(BatchPlan(sum(sizes), sizes))
     assert (proposal and proposal.plan.local_batch_sizes) == fitting
 
 

@@ -16,7 +16,7 @@ from lightning_hetero.comm.gradients.averager import DDPMean
 from lightning_hetero.comm.gradients.health import Health, NonFiniteError
 from lightning_hetero.comm.timing.clock import HostClock
 from lightning_hetero.hardware import call_device
-from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
+from tests.helpers import Points, Regressor, collected, fit, run_ranks, trainer_of
 
 N, STEPS, AT = 80, 10, 4
 NAN = float("nan")
@@ -373,6 +373,28 @@ def test_what_is_not_finite_is_told_once_with_rank_and_batch(settings, what):
     first = AT if what[0] == "loss" else AT + 1
     batches = (first, first + 1) if "staleness" in settings else (first,)
     assert any(f"in batch {batch} of epoch 0" in results[1]["lines"][0] for batch in batches)
+
+
+class Spread(Regressor):
+    """Its loss is a variance, which a single sample does not have."""
+
+    def loss(self, batch):
+        out = self(batch[0])
+        return (out - out.mean()).square().sum() / (len(out) - 1)
+
+
+def _spread(rank, n, where):
+    said = collected()
+    model = Spread() if where == "single" else Ill(("loss", "nan"), 1)
+    fit(rank, {"policy": "even"}, 2, 4, model=model, dataset=Points(n), max_epochs=1)
+    return [line for line in said if "the loss is nan" in line]
+
+
+@pytest.mark.parametrize(("where", "n"), [("single", 11), ("elsewhere", N)])
+def test_a_batch_of_one_sample_is_named_as_the_cause(where, n):
+    """The last batch has three samples for two ranks."""
+    (line,) = run_ranks(_spread, 2, n, where)[1]
+    assert [name in line for name in ("min_local_batch_size", "local_batch_multiple")] == [where == "single"] * 2
 
 
 def test_a_good_training_says_nothing():

@@ -77,3 +77,14 @@ def test_tail_is_split_in_proportion_with_no_crumbs(sizes, data):
         assert shares == exact
         assert all(share <= size for share, size in zip(shares, sizes, strict=True))
     assert all(share < size + min_local for share, size in zip(shares, sizes, strict=True))
+
+
+@moderate
+@given(st.lists(st.integers(0, 16), min_size=1, max_size=8).filter(any), st.integers(2, 8), st.data())
+def test_tail_in_multiples_has_one_remainder(units, multiple, data):
+    sizes = [multiple * unit for unit in units]
+    remaining = data.draw(st.integers(1, sum(sizes)))
+    shares = tail_sizes(remaining, sizes, multiple=multiple)
+    assert sum(shares) == remaining
+    assert sorted(share % multiple for share in shares)[:-1] == [0] * (len(sizes) - 1)
+    assert all(share <= size for share, size in zip(shares, sizes, strict=True))

@@ -145,6 +145,35 @@ def test_integer_optimum_is_never_worse_than_the_integer_programmes(problem):
         assert plan.step_time <= problem.cluster.step_time(reference) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_multiples_are_the_best_of_all_splits(seed):
+    """Every split in multiples within the bounds is tried; where there is none, that is an error."""
+    rng = np.random.default_rng(seed)
+    for _ in range(100):
+        workers, multiple = rng.integers(1, 5), int(rng.choice([1, 2, 3, 4, 8]))
+        total = multiple * int(rng.integers(1, 9))
+        scale = 10.0 ** rng.uniform(-4, -1, (workers, 4)) * [1, rng.choice([0, 1]), 1, rng.choice([0, 1])]
+        nodes = tuple(NodeTimeModel(*row) for row in scale * rng.random((workers, 4)))
+        cluster = ClusterTimeModel(nodes, rng.random(), rng.choice([0, 0.1, 1]) * rng.random(), 0.01 * rng.random())
+        low = rng.integers(0, multiple + 2, workers).tolist()
+        high = (low + rng.integers(0, total, workers)).tolist()
+        splits = itertools.product(*(range(0, total + 1, multiple),) * workers)
+        fitting = [sizes for sizes in splits if sum(sizes) == total and inside(low, sizes, high)]
+        bounds = {"min_local": low, "max_local": high, "multiple": multiple}
+        if not fitting:
+            with pytest.raises(ValueError, match=r"min_local|max_local"):
+                solve_optperf(cluster, total, **bounds)
+            continue
+        plan = solve_optperf(cluster, total, **bounds)
+        assert plan.local_batch_sizes in fitting
+        best = min(cluster.step_time(np.array(sizes)) for sizes in fitting)
+        assert cluster.step_time(np.array(plan.local_batch_sizes)) == pytest.approx(best, rel=1e-9)
+
+
+def inside(low, sizes, high):
+    return all(least <= size <= most for least, size, most in zip(low, sizes, high, strict=True))
+
+
 @moderate
 @given(problems())
 def test_sums_and_bounds_are_kept_and_the_time_is_the_models(problem):

@@ -34,12 +34,14 @@ def cases(number):
     draw = random.Random(7)
     while number:
         ranks, low = draw.randint(1, 5), draw.choice([1, 1, 2, 3])
-        plan = tuple(draw.choice([0, *range(low, 12)]) for _ in range(ranks))
+        unit = draw.choice([1, 1, 2, 3, 8])
+        plan = tuple(unit * draw.choice([0, *range(low, 12)]) for _ in range(ranks))
         if sum(plan) == 0:
             continue
-        bound = tuple(max(size, 2 * low - 1) + draw.randint(0, 3) for size in plan) if draw.random() < 0.4 else None
-        lengths = [draw.choice([0, low, draw.randint(low, 60)]) for _ in range(ranks)]
-        yield lengths, plan, draw.randint(1, 4), StreamRules(low, bound, draw.random() < 0.3)
+        most = [max(size, unit * (2 * low - 1)) + unit * draw.randint(0, 3) for size in plan]
+        bound = tuple(most) if draw.random() < 0.4 else None
+        lengths = [draw.choice([0, low, draw.randint(low, 60 * unit)]) for _ in range(ranks)]
+        yield lengths, plan, draw.randint(1, 4), StreamRules(low, bound, draw.random() < 0.3, unit)
         number -= 1
 
 
@@ -50,9 +52,13 @@ def test_each_sample_is_taken_once_and_ranks_run_what_they_can():
             assert sum(sizes[rank] for sizes in steps) + rest[rank] == length
             assert all(sizes[rank] == 0 or sizes[rank] >= rules.min_local for sizes in steps)
             assert rules.max_local is None or all(sizes[rank] <= rules.max_local[rank] for sizes in steps)
-        assert sum(rest) < sum(plan) if rules.drop_last else sum(rest) == 0
+            odd = [step for step, sizes in enumerate(steps) if sizes[rank] % rules.multiple]
+            last = max((step for step, sizes in enumerate(steps) if sizes[rank]), default=0)
+            assert not odd or rules.min_local > 1 or (odd == [last] and not rules.drop_last)
+        dropped = sum(plan) + len(plan) * (rules.stand_in - 1)
+        assert sum(rest) < dropped if rules.drop_last else sum(rest) == 0
         assert most <= block * sum(plan) + sum(plan) + rules.reserve
-        if rules.min_local == 1 and rules.max_local is None:
+        if rules.min_local == rules.multiple == 1 and rules.max_local is None:
             assert all(sum(sizes) == sum(plan) for sizes in (steps if rules.drop_last else steps[:-1]))
             assert len(steps) == (sum(lengths) // sum(plan) if rules.drop_last else -(-sum(lengths) // sum(plan)))
 

@@ -63,6 +63,7 @@ class HeteroFSDPMixin(UnevenStepsMixin):
             the total batch.
         min_local_batch_size: fewest samples of a worker; default 1, or 2 if the model has batch normalization.
         max_local_batch_sizes: most samples of a worker (memory), one number or one per worker.
+        local_batch_multiple: number of which each worker's samples of a step are a multiple.
         weight_fn: returns the items (tokens, pixels) that a batch's mean loss averages: ``weight_fn(batch) -> number``.
         replan: ``"auto"``, ``"epoch"``, or a number of optimizer steps between two sync rounds.
         hysteresis: least gain, as a share of the step time, for which the plan changes; by default any significant one.
@@ -112,6 +113,7 @@ class HeteroFSDPMixin(UnevenStepsMixin):
         local_batch_sizes: Sequence[int] | None = None,
         min_local_batch_size: int | None = None,
         max_local_batch_sizes: int | Sequence[int] | None = None,
+        local_batch_multiple: int = 1,
         weight_fn: Callable[[Any], Any] | None = None,
         replan: str | int = "auto",
         hysteresis: float | None = None,
@@ -139,6 +141,7 @@ class HeteroFSDPMixin(UnevenStepsMixin):
             local_batch_sizes=local_batch_sizes,
             min_local_batch_size=min_local_batch_size,
             max_local_batch_sizes=max_local_batch_sizes,
+            local_batch_multiple=local_batch_multiple,
             weight_fn=weight_fn,
             replan=replan,
             hysteresis=hysteresis,

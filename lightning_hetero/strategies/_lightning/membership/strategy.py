@@ -59,7 +59,8 @@ def config_of_members(config: HeteroConfig, slots: list[int]) -> HeteroConfig:
         changed["max_local_batch_sizes"] = tuple(config.max_local_batch_sizes[slot] for slot in slots)
     if config.local_batch_sizes is not None:
         kept = [config.local_batch_sizes[slot] for slot in slots]
-        changed["local_batch_sizes"] = proportional_sizes(sum(config.local_batch_sizes), kept)
+        unit = config.local_batch_multiple
+        changed["local_batch_sizes"] = proportional_sizes(sum(config.local_batch_sizes), kept, multiple=unit)
     if isinstance(config.hierarchy, tuple):
         places = {slot: rank for rank, slot in enumerate(slots)}
         clusters = [[places[slot] for slot in cluster if slot in places] for cluster in config.hierarchy]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lightning_hetero.core.batching.integer_split import whole_multiple
 from lightning_hetero.hardware import is_out_of_memory
 
 __all__ = ["NotInPiecesError", "loss_with_gradients", "release_memory", "sum_in_pieces"]
@@ -35,6 +36,7 @@ def sum_in_pieces(
     parameters: Sequence[torch.Tensor],
     *,
     least: int = 1,
+    multiple: int = 1,
     scale: float = 1.0,
 ) -> tuple[torch.Tensor, Gradients, int]:
     """Return loss and gradient of a batch as sums over pieces of it, which begin at half of it and halve as needed.
@@ -44,6 +46,7 @@ def sum_in_pieces(
         rows: rows of the batch.
         parameters: what the gradient is taken of.
         least: fewest rows of a piece.
+        multiple: rows of which each piece is a multiple, as ``rows`` and ``least`` are.
         scale: factor of losses while gradients are computed, against underflow in half precision.
 
     Returns:
@@ -64,7 +67,7 @@ def sum_in_pieces(
     start, size, largest = 0, -(-rows // 2), 0
     while start < rows:
         rest = rows - start
-        stop = start + -(-rest // min(-(-rest // size), rest // least))
+        stop = start + whole_multiple(-(-rest // min(-(-rest // size), rest // least)), multiple)
         found = _try_piece(loss_of, start, stop, parameters, scale)
         if found is None:
             if size <= least:

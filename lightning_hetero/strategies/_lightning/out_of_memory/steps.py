@@ -109,7 +109,7 @@ class OutOfMemoryMixin(RetriedStepsMixin):
         engine, module, config, batch = self.engine, self._pl_module, self.config, step[0]
         assert engine is not None
         assert engine.workers is not None
-        rows, least = BatchRows(config.slice_fn, config.concat_fn), engine.workers.min_local
+        rows, workers = BatchRows(config.slice_fn, config.concat_fn), engine.workers
         try:
             count = rows.count(batch)
             rows.cut(batch, 0, 1)
@@ -129,8 +129,10 @@ class OutOfMemoryMixin(RetriedStepsMixin):
 
         scaler = loss_scaler(self.precision_plugin)
         scale = 1.0 if scaler is None else float(scaler.get_scale())
-        loss, gradients, largest = sum_in_pieces(loss_of, count, missing, least=least, scale=scale)
-        self._lower_bound(count, max(least, int(count * SETTINGS.used_share)), where, largest)
+        whole = count % workers.multiple == 0 and count >= 2 * workers.least  # else smaller pieces, before none at all
+        sizes = {"least": workers.least, "multiple": workers.multiple} if whole else {"least": workers.min_local}
+        loss, gradients, largest = sum_in_pieces(loss_of, count, missing, **sizes, scale=scale)
+        self._lower_bound(count, max(workers.least, int(count * SETTINGS.used_share)), where, largest)
         return loss_with_gradients(loss, missing, gradients)
 
     @contextmanager

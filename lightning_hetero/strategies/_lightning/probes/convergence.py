@@ -12,7 +12,7 @@ import torch
 
 from lightning_hetero.callbacks import GNSCallback, PolicyCallback
 from lightning_hetero.callbacks._lightning import LightningModule, Trainer, callbacks_of, replace_callbacks
-from lightning_hetero.core.batching.integer_split import even_sizes
+from lightning_hetero.core.batching.integer_split import proportional_sizes
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.policies.base import PlanContext, Proposal
 from lightning_hetero.core.policies.static import StaticPlanner
@@ -42,7 +42,9 @@ class _EvenTotal(StaticPlanner):
 
     def initial(self, context: PlanContext) -> Proposal | None:
         """Propose the total of the order, whatever the loader's."""
-        plan = BatchPlan(self.total, even_sizes(self.total, len(context.identities)))
+        total = max(self.total // context.multiple, 1) * context.multiple
+        even = [1.0] * len(context.identities)
+        plan = BatchPlan(total, proportional_sizes(total, even, multiple=context.multiple))
         return Proposal(plan, "a probe training's total batch")
 
 
@@ -148,7 +150,7 @@ class ConvergenceProbe(PolicyCallback):
             world_size=engine.world_size,
             total=engine.plan.total_batch_size,
             dataset=len(engine.sampler.stream),
-            min_local=engine.workers.min_local,
+            min_local=engine.workers.least,
         )
         if trainer.is_global_zero:
             report.write(self.order.report)

@@ -19,18 +19,20 @@ __all__ = ["DeviceProbe", "SizeSweep", "sizes_around"]
 Row = tuple[float, float, float, float]
 
 
-def sizes_around(total: int, most: int) -> tuple[int, ...]:
+def sizes_around(total: int, most: int, multiple: int = 1) -> tuple[int, ...]:
     """Return sizes from a quarter to twice the script's own, up and down again, so that drift cancels.
 
     Args:
         total: the script's batch size.
         most: largest size that can run.
+        multiple: samples of which each size is a multiple.
 
     Example:
         >>> sizes_around(32, 48)
         (8, 16, 32, 48, 32, 16, 8)
     """
-    up = sorted({max(1, min(round(total * factor), most)) for factor in (0.25, 0.5, 1.0, 1.5, 2.0)})
+    sizes = [min(round(total * factor), most) // multiple * multiple for factor in (0.25, 0.5, 1.0, 1.5, 2.0)]
+    up = sorted({max(multiple, size) for size in sizes})
     return (*up, *up[-2::-1])
 
 
@@ -119,13 +121,14 @@ class DeviceProbe(ConvergenceProbe):
         own, dataset = self._engine.plan.total_batch_size, len(self._engine.sampler.stream)
         bound = self._engine.workers.max_local
         most = min(dataset // 2, *(bound or (dataset,)))
-        least = self._engine.workers.min_local
-        sizes = self.order.sizes or sizes_around(own, max(most, least))
-        if len(set(sizes)) < 2 or not all(least <= size <= most for size in sizes):
+        least, unit = self._engine.workers.least, self._engine.workers.multiple
+        sizes = self.order.sizes or sizes_around(own, max(most, least), unit)
+        if len(set(sizes)) < 2 or not all(least <= size <= most and size % unit == 0 for size in sizes):
             raise self._refused(
                 trainer,
                 f"the batch sizes {', '.join(map(str, sizes))} cannot be timed: give at least two different --sizes "
-                f"from {least} to {most} (half of the dataset, or what fits into memory), or profile with more data.",
+                f"from {least} to {most} (half of the dataset, or what fits into memory), multiples of "
+                f"local_batch_multiple={unit}, or profile with more data.",
             )
         self.planner = SizeSweep(sizes=sizes, steps=self.order.steps)
         self._own, self._dataset = own, dataset

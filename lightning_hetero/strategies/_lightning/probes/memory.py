@@ -85,7 +85,8 @@ def probe_module(trainer: Trainer, module: LightningModule, device: torch.device
         )
     moves_total = any(isinstance(callback, AdaptiveBatchCallback) for callback in callbacks_of(trainer))
     total = SETTINGS.max_samples if moves_total or loader.batch_size is None else loader.batch_size * trainer.world_size
-    limit = max(1, min(total, sample_count(loader), SETTINGS.max_samples))
+    unit = config.local_batch_multiple
+    limit = max(1, min(total, sample_count(loader), SETTINGS.max_samples) // unit) * unit
     reserved = later_bytes(module, config)
     bound = largest_training_batch(
         *(module, loader, device),
@@ -93,16 +94,18 @@ def probe_module(trainer: Trainer, module: LightningModule, device: torch.device
         precision=trainer.precision_plugin,
         reserved=reserved,
         world_size=trainer.world_size,
+        multiple=unit,
     )
     if bound == 0:
         raise RuntimeError(
-            f"not even one sample fits into the memory of {device} beside {reserved / 2**20:.0f} MiB for gradient "
-            "buckets, optimizer state and what the strategy keeps. Use a smaller model or precision."
+            f"not even {'one sample' if unit == 1 else f'local_batch_multiple={unit} samples'} fits into the memory "
+            f"of {device} beside {reserved / 2**20:.0f} MiB for gradient buckets, optimizer state and what the "
+            "strategy keeps. Use a smaller model or precision."
         )
     if bound == limit:
         log.info("probe_memory: %d samples, more than which no plan can give a worker, fit on %s", limit, device)
         return None
-    return max(1, int(bound * SETTINGS.used_share))
+    return max(unit, int(bound * SETTINGS.used_share))
 
 
 def later_bytes(module: torch.nn.Module, config: HeteroConfig) -> int:
@@ -129,6 +132,7 @@ def largest_training_batch(
     precision: "Precision | None" = None,
     reserved: int = 0,
     world_size: int = 1,
+    multiple: int = 1,
 ) -> int:
     """Find the largest batch of the loader's dataset for which forward and backward do not run out of memory.
 
@@ -140,14 +144,15 @@ def largest_training_batch(
         precision: precision plugin under which the module trains, ``None`` for the precision of its parameters.
         reserved: bytes to occupy meanwhile, for what training allocates later.
         world_size: number of workers whose tensors ``self.all_gather`` of the module returns in training.
+        multiple: samples of which each size that is tried is a multiple.
     """
     dataset: Any = loader.dataset
     collate = loader.collate_fn or default_collate
     arguments = len(inspect.signature(module.training_step).parameters)
 
-    def runs(size: int) -> bool:
+    def runs(units: int) -> bool:
         try:
-            batch = collate([dataset[i % len(dataset)] for i in range(size)])
+            batch = collate([dataset[i % len(dataset)] for i in range(units * multiple)])
             batch = batch if precision is None else precision.convert_input(batch)
             batch = module.on_before_batch_transfer(batch, 0)
             batch = module.on_after_batch_transfer(module.transfer_batch_to_device(batch, device, 0), 0)
@@ -171,9 +176,10 @@ def largest_training_batch(
             ballast = torch.empty(reserved, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError:
             return 0
-        found = probe_largest_batch(runs, start=loader.batch_size or 1, limit=limit)
+        start = max((loader.batch_size or 1) // multiple, 1)
+        found = probe_largest_batch(runs, start=start, limit=limit // multiple)
         del ballast
-        return found
+        return found * multiple
 
 
 @contextmanager
