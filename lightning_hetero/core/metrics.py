@@ -1,6 +1,7 @@
 """Metrics of a sync round, under their fixed names."""
 
 import warnings
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,6 +18,7 @@ def plan_metrics(
     predicted: float | None,
     accumulation: int = 1,
     error: float | None = None,
+    rows: Sequence[float] = (),
 ) -> dict[str, float]:
     """Return the metrics of the steps since the last sync round.
 
@@ -29,6 +31,7 @@ def plan_metrics(
         predicted: seconds of a step as predicted before they ran, ``None`` without a model.
         accumulation: micro-batches of an optimizer step; compute times are per micro-batch, step times per step.
         error: standard error of ``predicted`` in seconds, ``None`` where it is not known.
+        rows: samples that each worker ran in a step, on average; by default those of the plan.
 
     Example:
         >>> metrics = plan_metrics(StepObservations.empty(2), BatchPlan(8, (6, 2)), 0.5)
@@ -36,8 +39,10 @@ def plan_metrics(
         (6.0, 0.5)
     """
     metrics = {"hetero/total_batch_size": float(plan.total_batch_size)}
-    for rank, size in enumerate(plan.local_batch_sizes):
+    for rank, size in enumerate(rows or plan.local_batch_sizes):
         metrics[f"hetero/local_batch_size/rank{rank}"] = float(size)
+    for rank, share in enumerate(plan.shares if plan.cost is not None else ()):
+        metrics[f"hetero/work_share/rank{rank}"] = share
     if predicted is not None:
         metrics["hetero/predicted_step_time"] = float(predicted)
         if error is not None:

@@ -284,7 +284,8 @@ class HeteroEngine(EngineData):
         """Return metrics of the steps up to a sync round, and of the traffic in them."""
         watch = self.rounds.watch
         predicted, error = (None if math.isnan(one) else one for one in watch.predictions.predicted)
-        metrics = plan_metrics(done.observations, plan, predicted, self.accumulation, error) | watch.metrics()
+        metrics = plan_metrics(done.observations, plan, predicted, self.accumulation, error, done.rows)
+        metrics |= watch.metrics()
         for part in (self.hook_state.staleness, self.compression):
             metrics |= {} if part is None else part.metrics()
         return metrics

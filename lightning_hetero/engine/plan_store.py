@@ -49,6 +49,7 @@ class PlanStore:
         self.log: list[PlanEntry] = []
         self.sayings = SplitLog(speaks)
         self._start: Position = (0, 0)
+        self._cost: CostWeights | None = None
         self._restored: _Restored | None = None
 
     def plan_at(self, position: Position) -> BatchPlan | None:
@@ -82,6 +83,7 @@ class PlanStore:
         total: int,
         planner: Planner | None,
         start: Position,
+        cost: CostWeights | None = None,
     ) -> None:
         """Adopt the plan to begin with, decided by rank 0; a collective call.
 
@@ -92,10 +94,13 @@ class PlanStore:
             total: total batch size; a resumed one counts instead if the planner moves it.
             planner: planner that may know a plan from an earlier run.
             start: first position that is trained on.
+            cost: weights of plans that have none, ``None`` if batches are divided by number.
         """
+        self._cost = cost
         restored, self._restored = self._restored, None
         known = self.history if restored is None else restored.history
-        before = [] if known is None else [entry for entry in known.entries if (entry.epoch, entry.step) <= start]
+        entries = () if known is None else known.entries
+        before = [self._divided(entry) for entry in entries if (entry.epoch, entry.step) <= start]
         self.history = PlanHistory(tuple(before)) if before else None
         running = self.plan_at(start)
         if running is not None and moves_total(planner) and running.total_batch_size % workers.multiple == 0:
@@ -104,7 +109,8 @@ class PlanStore:
         first = start if self.history is not None else (0, 0)
 
         def decision() -> PlanEntry | None:
-            proposal = workers.initial_plan(config, total, planner, running if same_workers else None)
+            even = "equal sizes" if cost is None else "equal work"
+            proposal = workers.initial_plan(config, total, planner, running if same_workers else None, even)
             if proposal is None:
                 return None
             learned = None if running is None or running.cost is None else CostWeights(running.cost.theta)
@@ -127,11 +133,22 @@ class PlanStore:
                 if (entry.epoch, entry.step) > start and workers.in_multiples(entry.plan):
                     self.append(entry)
 
+    def _divided(self, entry: PlanEntry) -> PlanEntry:
+        """Return the entry with cost weights if, and only if, batches are divided by cost."""
+        cost = None if self._cost is None else entry.plan.cost or self._cost
+        return replace(entry, plan=replace(entry.plan, cost=cost))
+
     def append(self, entry: PlanEntry) -> None:
         """Adopt a plan."""
+        entry = self._divided(entry)
         self.history = PlanHistory((entry,)) if self.history is None else self.history.extended(entry)
         self.log.append(entry)
         self.sayings.adopted(entry)
+
+    def note_rows(self, position: Position, rows: tuple[float, ...]) -> None:
+        """Note in the log which samples each worker has run under the plan of a position."""
+        if self.history is not None and (entry := self.history.at(*position)) in self.log:
+            self.log[self.log.index(entry)] = replace(entry, rows=rows)
 
     def drop_before(self, epoch: int) -> None:
         """Drop plans of earlier epochs."""

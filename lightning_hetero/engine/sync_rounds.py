@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.agreement.round_result import RoundResult
 from lightning_hetero.comm.agreement.sync_round import SyncPayload, gather_payloads
@@ -23,6 +25,8 @@ Predicted = tuple[float | None, float | None, float]
 """Predicted seconds of a step, their standard error, and the predicted seconds of a step of equal sizes."""
 Decide = Callable[[StepObservations], tuple[Decision, Predicted]]
 """Function from observations to a decision and what is predicted."""
+MOST_STEPS = 256
+"""Newest steps of a round over which samples are averaged."""
 NOT_PREDICTED: Predicted = (None, None, math.nan)
 
 
@@ -55,6 +59,7 @@ class SyncRounds:
         self.schedule = SyncSchedule(data.config.replan)
         self.observations = StepObservations.empty(control.world_size)
         self.accumulation, self.keeps_window = 1, False
+        self._seen = (0, 0)  # first step after the last round
 
     def accumulate(self, number: int) -> None:
         """Use ``number`` micro-batches per optimizer step from now on."""
@@ -117,8 +122,26 @@ class SyncRounds:
         if entry is not None:
             plans.append(entry)
         self.control.require_equal("the plan and the step of the next sync round", (plans.history.digest(), following))
+        rows = self._rows_that_ran(at)
+        plans.note_rows(at, rows)
+        self._seen = at[0], at[1] + 1
         plans.drop_before(at[0])
         self.schedule.done(self.timer.synced_steps, following, between_epochs=not_before[1] == 0)
         plans.sayings.note_kept(done)
         moved = done.density is not None
-        return RoundResult(done.planner, observations, entry, predicted, error, moved, even, done.kept), messages
+        return RoundResult(done.planner, observations, entry, predicted, error, moved, even, done.kept, rows), messages
+
+    def _rows_that_ran(self, at: tuple[int, int]) -> tuple[float, ...]:
+        """Return the samples of each worker in a full step of the running plan since the last round, on average.
+
+        All ranks divide alike, so each knows the samples of all of them without a message.
+        """
+        sampler, history = self.data.sampler, self.data.plans.history
+        assert sampler is not None
+        assert history is not None
+        entry, epoch = history.at(*at), at[0]
+        begin = max((epoch, 0), (entry.epoch, entry.step), self._seen)
+        steps = range(max(min(begin[1], at[1]), at[1] + 1 - MOST_STEPS), at[1] + 1)
+        shares = [sampler.step_at(epoch, step) for step in steps]
+        sizes = [share.sizes for share in shares if share.regular and share.sizes]
+        return tuple(map(float, np.mean(sizes or [entry.plan.local_batch_sizes], axis=0)))

@@ -141,9 +141,10 @@ class TrainingData:
             + ("" if division is None else f", {type(division).__name__} {division.fingerprint():08x}"),
         )
         self.batch_size = batch_size
-        start = self._begin(batch_size * self._even_ranks, planner, epoch)
+        costs = None if division is not None else self.costs.of(dataset, planner)
+        start = self._begin(batch_size * self._even_ranks, planner, epoch, costs)
         assert self.workers is not None
-        division = self._by_cost(dataset, planner) if division is None else division
+        division = self._by_cost(costs) if division is None else division
         sampler = UnevenBatchSampler(
             stream,
             self._history,
@@ -209,10 +210,11 @@ class TrainingData:
         own = loaders.total(world_size)  # draws an order, which may be collective
         total = int(self.control.broadcast_object(own if self.control.rank == 0 else None))
         self.batch_size = max(1, total // world_size)
-        start = self._begin(max(total, world_size), planner, epoch)
+        costs = self.costs.of(dataset, planner) if division is None and known else None
+        start = self._begin(max(total, world_size), planner, epoch, costs)
         assert self.workers is not None
         if division is None and known:
-            division = self._by_cost(dataset, planner)
+            division = self._by_cost(costs)
         low, high = self.workers.min_local, self.workers.max_local
         sampler = UnitSampler(
             loaders, self._history, self.control.rank, min_local=low, max_local=high, start=start, division=division
@@ -224,7 +226,9 @@ class TrainingData:
         """Return how far all ranks have read each claimed shard; empty and not collective if none are claimed."""
         return self.sampler.shards(position) if isinstance(self.sampler, ClaimedStreamSampler) else {}
 
-    def _begin(self, even_total: int, planner: Planner | None, epoch: int) -> tuple[int, int]:
+    def _begin(
+        self, even_total: int, planner: Planner | None, epoch: int, costs: npt.NDArray[np.float64] | None = None
+    ) -> tuple[int, int]:
         """Meet the workers, and adopt the plan to begin with; return the first position that is trained on."""
         self.own = None
         config, given = self.config, self.config.max_local_batch_sizes
@@ -241,12 +245,13 @@ class TrainingData:
         )
         start, fixed = self.plans.start_of(epoch), config.local_batch_sizes
         total = sum(fixed) if fixed is not None else even_total
-        self.plans.begin(self.control, self.workers, config, total, planner, start)
+        cost = None if costs is None else self.costs.first_weights
+        self.plans.begin(self.control, self.workers, config, total, planner, start, cost)
         return start
 
-    def _by_cost(self, dataset: Any, planner: Planner | None) -> CostDivision | None:
-        """Return the division by cost that the settings ask for, ``None`` if there is none; a collective call."""
-        costs, workers = self.costs.of(dataset, planner), self.workers
+    def _by_cost(self, costs: npt.NDArray[np.float64] | None) -> CostDivision | None:
+        """Return the division by these costs of samples, ``None`` without costs."""
+        workers = self.workers
         if costs is None or workers is None:
             self.cost_learning = None
             return None

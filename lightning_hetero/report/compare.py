@@ -167,7 +167,7 @@ def _notes(a: RunRecord, b: RunRecord, totals: list[int], same: list[int]) -> li
 WORDS = {
     "rate": "samples/s",
     "step_time": "step time",
-    "speed_up": "over even sizes",
+    "speed_up": "over an even split",
     "idle": "idle",
     "share_of_optimum": "of the optimum",
     "share_of_solo": "of solo throughput",

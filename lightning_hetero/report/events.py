@@ -31,14 +31,15 @@ def change_table(run: RunRecord) -> Table:
                 number(f"{key}.step", axis.at(one.epoch, one.step), "count"),
                 f"{one.epoch}:{one.step}",
                 plain(one.reason),
-                sizes_text(one.sizes),
+                sizes_text(one.sizes, run.header.by_cost),
                 number(f"{key}.predicted", one.predicted, "seconds"),
                 number(f"{key}.before", gain.before if gain else math.nan, "seconds"),
                 number(f"{key}.after", gain.after if gain else math.nan, "seconds"),
             )
         )
     note = f"{first} earlier changes are in the record." if first else ""
-    header = ("step", "epoch:step", "reason", "samples of each worker", "predicted", "measured before", "and after")
+    what = "work" if run.header.by_cost else "samples"
+    header = ("step", "epoch:step", "reason", f"{what} of each worker", "predicted", "measured before", "and after")
     return Table(header, tuple(rows), note)
 
 

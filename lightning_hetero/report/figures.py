@@ -130,7 +130,7 @@ def panels_of(run: RunRecord, series: RoundSeries) -> dict[str, list[Panel]]:
             *_optional(series, "density", "density"),
             *_optional(series, "link", "link (ms)", series.sizes.shape[1] > 1, factor=1e3),
         ],
-        "steps": [Panel(lambda axes: _step_times(axes, series), 2.2)] if _any(series.step_time) else [],
+        "steps": [Panel(lambda axes: _step_times(axes, series, RunFigures(run).baseline), 2.2)] if _any(series.step_time) else [],
         "shares": [Panel(lambda axes: _shares(axes, series), 1.9)]
         if _any(series.share_of_optimum) or _any(series.share_of_solo)
         else [],
@@ -235,10 +235,10 @@ def _straggler_spans(axes: Any, run: RunRecord, last: float) -> None:
         axes.axvspan(low, max(high, low), color=color("straggler"), alpha=0.16, linewidth=0, gid=f"straggler-{i}")
 
 
-def _step_times(axes: Any, series: RoundSeries) -> None:
+def _step_times(axes: Any, series: RoundSeries, baseline: str) -> None:
     ms = 1e3
     if _any(series.even):
-        _over_steps(axes, series, ms * series.even, color=color("even"), linestyle="--", label="even sizes (model)")
+        _over_steps(axes, series, ms * series.even, color=color("even"), linestyle="--", label=f"{baseline} (model)")
     known = np.isfinite(series.predicted) & np.isfinite(series.error)
     if known.any():
         low, high = ms * (series.predicted - series.error), ms * (series.predicted + series.error)

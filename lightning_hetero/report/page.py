@@ -122,7 +122,8 @@ def _titles(run: RunRecord) -> dict[str, str]:
     """Return what the marks of changes and stragglers say under the pointer."""
     found = {}
     for i, one in enumerate(run.changes):
-        found[f"change-{i}"] = f"epoch {one.epoch}, step {one.step}: {sizes_text(one.sizes)}. {plain(one.reason)}"
+        sizes = sizes_text(one.sizes, run.header.by_cost)
+        found[f"change-{i}"] = f"epoch {one.epoch}, step {one.step}: {sizes}. {plain(one.reason)}"
     for i, each in enumerate(straggler_spans(run)):
         found[f"straggler-{i}"] = f"straggler: {worker_name(run, each.known.rank)}, {plain(each.known.phase)}"
     return found

@@ -45,11 +45,11 @@ class Section:
 def tiles_of(figures: RunFigures) -> list[tuple[str, Value, str]]:
     """Return the main numbers that are known: what each is, its value, and what to know about it."""
     tiles = [
-        ("speed over even sizes", number("speed_up", figures.speed_up, "times"), "at the end of the run"),
+        (f"speed over {figures.baseline}", number("speed_up", figures.speed_up, "times"), "at the end of the run"),
         ("in the whole run", number("speed_up_of_run", figures.speed_up_of_run, "times"), "steps before changes, too"),
         ("throughput", number("rate", figures.rate, "rate"), "samples/s of all workers"),
         ("step time", number("step_time", figures.step_time, "seconds"), "measured at the end"),
-        ("at the start", number("step_time_before", figures.step_time_before, "seconds"), "measured with even sizes"),
+        ("at the start", number("step_time_before", figures.step_time_before, "seconds"), f"measured with {figures.baseline}"),
         ("idle", number("idle", figures.idle, "share"), "of all workers' time"),
         ("of the optimum", number("share_of_optimum", figures.share_of_optimum, "share"), "best split, same workers"),
         ("of solo throughput", number("share_of_solo", share_of_solo(figures), "share"), "sum of all workers alone"),
@@ -84,7 +84,7 @@ def sections_of(run: RunRecord, figures: RunFigures) -> list[Section]:
             "error.",
             values=_known(("mean difference", number("model_error", model_error(run), "share")),
                           ("predicted at the end", number("predicted", figures.predicted, "seconds")),
-                          ("even sizes would take", number("even", figures.even, "seconds"))),
+                          (f"{figures.baseline} would take", number("even", figures.even, "seconds"))),
             panels=panels.get("steps", []),
             empty="" if "steps" in panels else "No step was measured from end to end.",
         ),

@@ -30,7 +30,7 @@ class RoundSeries:
         steps: synchronized steps up to the round.
         last: step up to which anything is known.
         starts: steps before its split began: up to the round before, or to a change since then.
-        sizes: samples of each worker in the steps before it, shape ``(rounds, workers)``.
+        sizes: samples that each worker ran in the steps before it, shape ``(rounds, workers)``.
         total: samples of a step.
         step_time: measured seconds of a step.
         predicted: predicted seconds of it.
@@ -137,7 +137,7 @@ def round_series(run: RunRecord, most: int = MOST_ROUNDS) -> RoundSeries:
         steps=ends[order],
         last=max([0.0, *ends[-1:].tolist(), *(x for x, _ in changes)]),
         starts=column([start(i) for i in order]),
-        sizes=np.array([one.sizes for one in chosen], dtype=float).reshape(
+        sizes=np.array([one.ran for one in chosen], dtype=float).reshape(
             len(chosen), len(chosen[0].sizes) if chosen else 0
         ),
         total=column([one.total * one.accumulation for one in chosen]),

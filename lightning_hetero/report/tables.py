@@ -148,13 +148,15 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return ", ".join(texts) if len(texts) <= 12 else f"{', '.join(texts[:12])} and {len(texts) - 12} more ranges"
 
 
-def sizes_text(sizes: Sequence[int]) -> str:
-    """Return samples of all workers; of many, how often each number is there.
+def sizes_text(sizes: Sequence[float], by_cost: bool = False) -> str:
+    """Return samples of all workers, or shares of work that is divided by cost; of many, how often each number is there.
 
     Example:
         >>> sizes_text((3, 1)), sizes_text((2,) * 20 + (1,) * 4)
         ('3 1', '20 x 2, 4 x 1')
     """
+    if by_cost:
+        return sizes_text([float(f"{100 * size / max(sum(sizes), 1):.3g}") for size in sizes]) + " % of the work"
     if len(sizes) <= MOST_WORKERS:
         return " ".join(map(str, sizes))
     values, counts = np.unique(sizes, return_counts=True)

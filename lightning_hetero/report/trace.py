@@ -74,7 +74,8 @@ def _named(what: str, rank: int, row: int, **args: Any) -> dict[str, Any]:
 
 
 def _marks(run: RunRecord) -> Iterator[dict[str, Any]]:
-    marks = [(one.time, f"change to {sizes_text(one.sizes)}", plain(one.reason)) for one in run.changes]
+    by_cost = run.header.by_cost
+    marks = [(one.time, f"change to {sizes_text(one.sizes, by_cost)}", plain(one.reason)) for one in run.changes]
     for each in run.stragglers:
         marks.append((each.time, f"straggler {plain(each.event)}: {worker_name(run, each.rank)}", plain(each.phase)))
     for time, name, why in marks:
@@ -83,10 +84,10 @@ def _marks(run: RunRecord) -> Iterator[dict[str, Any]]:
 
 def _counters(run: RunRecord) -> Iterator[dict[str, Any]]:
     """Yield the samples of each rank where they change."""
-    before: tuple[int, ...] = ()
+    before: tuple[float, ...] = ()
     for one in run.rounds:
-        for rank, size in enumerate(one.sizes):
+        for rank, size in enumerate(one.ran):
             if not before or before[rank] != size:
                 event = {"ph": "C", "name": "samples", "pid": rank, "tid": 0}
                 yield {**event, "ts": 1e6 * one.time, "args": {"samples": size}}
-        before = one.sizes
+        before = one.ran

@@ -118,6 +118,6 @@ def verdict(figures: RunFigures) -> str:
         return "No step was timed, so that the record has no speed."
     if len(figures.last[-1].sizes) == 1:
         return f"{TEXTS['rate'](figures.rate)} samples/s on one worker; limited by: {limit_of(figures)}"
-    parts = [f"{figures.speed_up:.2f}x over even sizes"] if math.isfinite(figures.speed_up) else []
+    parts = [figures.over] if figures.over else []
     parts.append(f"{100.0 * figures.idle:.0f} % idle")
     return "; ".join([*parts, f"limited by: {limit_of(figures)}"])

@@ -311,7 +311,7 @@ def test_every_number_follows_from_the_recorded_file(run, epoch, request, tmp_pa
 def test_the_verdict_is_made_of_these_numbers(three):
     _, page = three
     speed_up, idle = page.numbers["speed_up"][0], page.numbers["idle"][0]
-    assert f"{speed_up:.2f}x over even sizes; {100 * idle:.0f} % idle; limited by: " in page.text
+    assert f"{speed_up:.2f}x over even sizes (predicted); {100 * idle:.0f} % idle; limited by: " in page.text
     assert speed_up > 1.5
 
 

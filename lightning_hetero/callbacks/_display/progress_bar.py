@@ -57,7 +57,8 @@ class SplitInBar:
         def get_metrics(trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
             metrics: dict[str, Any] = original(trainer, pl_module)
             if engine.plan is not None:
-                metrics["split"] = split_text(engine.plan.local_batch_sizes)
+                sizes = () if engine.sampler is None else engine.sampler.sizes_at(*engine.position)
+                metrics["split"] = split_text(sizes or engine.plan.local_batch_sizes)
             return metrics | self._gained
 
         bar.get_metrics = get_metrics

@@ -23,6 +23,7 @@ class RoundResult:
         density: whether the policy decided on the density of compressed gradients (on rank 0).
         even: predicted seconds of a step of equal sizes, NaN if unknown.
         kept: why the plan stays (on rank 0), ``None`` if it changes or there is nothing to say.
+        rows: samples that each worker ran in a step since the last sync round, on average.
 
     Example:
         >>> from lightning_hetero.core import BatchPlan
@@ -39,3 +40,4 @@ class RoundResult:
     density: bool = False
     even: float = math.nan
     kept: str | None = None
+    rows: tuple[float, ...] = ()

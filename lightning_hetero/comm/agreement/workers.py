@@ -156,7 +156,12 @@ class Workers:
         return all(size % self.multiple == 0 for size in plan.local_batch_sizes)
 
     def initial_plan(
-        self, config: HeteroConfig, total: int, planner: Planner | None, running: BatchPlan | None
+        self,
+        config: HeteroConfig,
+        total: int,
+        planner: Planner | None,
+        running: BatchPlan | None,
+        even: str = "equal sizes",
     ) -> Proposal | None:
         """Return the plan to begin or to go on with; ``None`` to keep the one that ran before.
 
@@ -165,6 +170,7 @@ class Workers:
             total: total batch size.
             planner: may know these workers from an earlier run.
             running: plan that the run or its checkpoint had for the same workers.
+            even: reason of the plan that gives all the same.
 
         Raises:
             ValueError: if the bounds cannot give the total, or the given, known or running split does not fit them.
@@ -189,7 +195,7 @@ class Workers:
             if planner is not None:
                 whose, kept = f"initial() of {type(planner).__name__}", None if planner.moves_total else total
                 known = check_proposal(planner.initial(self.context(config, total)), whose, kept)
-            proposal = known or Proposal(self._even(total), "equal sizes")
+            proposal = known or Proposal(self._even(total), even)
             self.check(proposal.plan)
         kept = running is not None and proposal.plan.local_batch_sizes == running.local_batch_sizes
         return None if kept else proposal

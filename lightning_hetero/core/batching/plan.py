@@ -7,7 +7,8 @@ rank knows every rank's size at every step without communication. Plans are foun
 
 import hashlib
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
@@ -16,10 +17,27 @@ from lightning_hetero.core.batching.integer_split import tail_sizes
 from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.validation import check_int, check_number, check_sizes
 
-__all__ = ["NO_LIMIT", "BatchPlan", "PlanEntry", "PlanHistory"]
+__all__ = ["NO_LIMIT", "BatchPlan", "PlanEntry", "PlanHistory", "split_text"]
 
 NO_LIMIT = 2**31
 """Number of samples that stands for no limit: no batch reaches it."""
+
+
+def split_text(sizes: Sequence[int], by_cost: bool = False, most: int | None = None) -> str:
+    """Return a split as text: the samples of each worker, or its share of the work where batches are divided by cost.
+
+    Args:
+        sizes: ``b_i`` of each worker.
+        by_cost: whether they are planned work.
+        most: most workers that are shown, ``None`` for all.
+
+    Example:
+        >>> split_text((24, 8)), split_text((24, 8), by_cost=True)
+        ('24/8', '75/25 % of the work')
+    """
+    shown = [f"{100 * size / max(sum(sizes), 1):.3g}" if by_cost else str(size) for size in sizes[:most]]
+    more = ["..."] if len(sizes) > len(shown) else []
+    return "/".join([*shown, *more]) + (" % of the work" if by_cost else "")
 
 
 @checked_keywords
@@ -30,13 +48,15 @@ class BatchPlan:
     Args:
         total_batch_size: ``B``, samples of one step over all workers.
         local_batch_sizes: ``b_i``, samples of each worker; they sum to ``B``. A worker with 0 takes part in every
-            collective with weight 0.
+            collective with weight 0. With ``cost``, they are work: a worker gets samples that cost as much as ``b_i``
+            average ones.
         step_time: predicted seconds of one step, ``None`` where there is no time model.
         bottlenecks: bottleneck of each worker, ``"compute"`` or ``"communication"``; empty if unknown.
         leave_out: ranks that only slow the job down: even their minimum takes longer than the others need for all.
         step_time_without: predicted seconds of one step without the ranks in ``leave_out``, ``None`` if there are none.
         step_time_error: standard error of ``step_time`` in seconds, ``>= 0``, ``None`` where it is not known.
-        cost: weights by which global batches are divided by cost; ``None`` for those of the data, if it is so divided.
+        cost: weights by which global batches are divided by cost. In a plan that you make, ``None`` stands for those
+            of the data; in a plan that runs, for a division by number.
 
     Raises:
         ValueError: if the sizes do not sum to the total, or a field is out of range.
@@ -82,8 +102,16 @@ class BatchPlan:
         return len(self.local_batch_sizes)
 
     @property
+    def split(self) -> str:
+        """The split as text, see :func:`split_text`."""
+        return split_text(self.local_batch_sizes, by_cost=self.cost is not None)
+
+    @property
     def shares(self) -> tuple[float, ...]:
-        """``r_i = b_i / B``, the weight of each worker's mean gradient (C eq. 9)."""
+        """``r_i = b_i / B``, the weight of each worker's mean gradient (C eq. 9); with ``cost``, its share of the work.
+
+        Divided by cost, gradients are weighted by the samples that ran.
+        """
         return tuple(size / self.total_batch_size for size in self.local_batch_sizes)
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,6 +145,8 @@ class PlanEntry:
         step: batch of that epoch, counted from 0; with gradient accumulation every micro-batch counts.
         plan: the plan that holds from there on.
         reason: why it was adopted, for the log.
+        rows: samples that each worker ran in a step, the mean over the steps before the newest sync round under this
+            plan; empty before there is one.
 
     Raises:
         TypeError: if epoch or step is not an integer.
@@ -131,6 +161,7 @@ class PlanEntry:
     step: int
     plan: BatchPlan
     reason: str = ""
+    rows: tuple[float, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         for name in ("epoch", "step"):
@@ -144,7 +175,7 @@ class PlanEntry:
             '6/2 of 8 samples (given split)'
         """
         plan = self.plan
-        line = f"{'/'.join(map(str, plan.local_batch_sizes))} of {plan.total_batch_size} samples ({self.reason})"
+        line = f"{plan.split} of {plan.total_batch_size} samples ({self.reason})"
         if plan.step_time is not None and plan.step_time_error is not None:
             line += f"; predicted step {plan.step_time * 1e3:.1f} +- {plan.step_time_error * 1e3:.1f} ms"
         if plan.leave_out and plan.step_time and plan.step_time_without:

@@ -186,26 +186,27 @@ class PerfModelPlanner:
         cluster = predicted.model(running)
         now, plan = _step_time(cluster, current, context), _optimum(cluster, context)
         if plan.local_batch_sizes == current.local_batch_sizes:
-            return Decision(self, kept=_why_optimal(plan, context))
+            return Decision(self, kept=_why_optimal(current, context))
+        other = replace(plan, cost=current.cost).split
         scaled = running * (context.total_batch_size / current.total_batch_size)
         gain, unknown = predicted.saving(cluster, plan.local_batch_sizes, scaled)
         steps = horizon(gain, times.walks, times.probability, self.steps, self.settings)
         costs = self.cost(now, context)
         if gain * now * steps <= costs:
             fixed = context.change_cost or 0.0
-            return Decision(self, kept=costs_too_much(plan.local_batch_sizes, gain, now, steps, costs, fixed))
+            return Decision(self, kept=costs_too_much(other, gain, now, steps, costs, fixed))
         equal = max(current.local_batch_sizes) - min(current.local_batch_sizes) <= context.multiple
         least = doubt(times.jitter, times.moving, equal, self.settings) * unknown
         if gain < least:
             jitter = times.single_steps(running)
-            return Decision(self, kept=not_beyond_luck(plan.local_batch_sizes, gain, now, least, jitter))
+            return Decision(self, kept=not_beyond_luck(other, gain, now, least, jitter))
         here = predicted.waiting_factor(running)
         then = predicted.waiting_factor(plan.local_batch_sizes) / here * (plan.step_time or now)
         saved = 1.0 - then / now
         if saved < context.hysteresis:
-            other = f"{'/'.join(map(str, plan.local_batch_sizes))} would take {abs(saved):.1%}"
-            other += f" {'less' if saved > 0 else 'more'}, waiting in single steps included"
-            return Decision(self, kept=f"the predicted gain is below hysteresis={context.hysteresis:g}: {other}")
+            takes = f"{other} would take {abs(saved):.1%} {'less' if saved > 0 else 'more'}"
+            kept = f"the predicted gain is below hysteresis={context.hysteresis:g}: {takes}"
+            return Decision(self, kept=f"{kept}, waiting in single steps included")
         error = predicted.error(plan.local_batch_sizes)
         plan = replace(plan, step_time=then, step_time_error=error)
         gained = f"step {now * 1e3:.1f} -> {then * 1e3:.1f} ms ({saved:.1%} less)"
@@ -278,7 +279,7 @@ def _why_optimal(plan: BatchPlan, context: PlanContext) -> str:
     if held and len(sizes) > 1:
         return f"bounds hold: rank {', '.join(map(str, held))} at its minimum or maximum; the split is the optimum"
     if max(sizes) - min(sizes) <= context.multiple:
-        return "workers are equally fast: equal sizes are the optimum"
+        return f"workers are equally fast: equal {'sizes are' if plan.cost is None else 'work is'} the optimum"
     return "the optimum runs already: the time model predicts no shorter step with another split"
 
 

@@ -4,8 +4,6 @@ The rule is that of :mod:`lightning_hetero.core.policies.split_rule`; nothing he
 colon is the kind of the reason. It holds no figure that changes between sync rounds, so each kind is logged once.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
@@ -20,12 +18,12 @@ WORTH = 0.02
 
 
 def costs_too_much(
-    sizes: Sequence[int], gain: float, step_time: float, steps: float, cost: float, fixed: float = 0.0
+    split: str, gain: float, step_time: float, steps: float, cost: float, fixed: float = 0.0
 ) -> str:
     """Say that a change would cost more than it saves; that steps are too short, if it would pay at ``SHORT_STEP``.
 
     Args:
-        sizes: of the better split.
+        split: the better split, as text.
         gain: share of a step that it saves.
         step_time: predicted seconds of a step of the running split.
         steps: for which the better split is assumed to hold.
@@ -33,38 +31,38 @@ def costs_too_much(
         fixed: those of them that longer steps would not change; the others are a number of steps.
 
     Example:
-        >>> costs_too_much((6, 4), 0.003, 0.1, 256, 0.1)
+        >>> costs_too_much("6/4", 0.003, 0.1, 256, 0.1)
         'a change would cost more than it saves: 6/4 would take 0.3% less for 256 steps, and costs 100.0 ms'
-        >>> costs_too_much((6, 4), 0.1, 0.002, 256, 0.102, 0.1).partition(": ")[2]
+        >>> costs_too_much("6/4", 0.1, 0.002, 256, 0.102, 0.1).partition(": ")[2]
         'they take 2.0 ms, 6/4 would take 10.0% less for 256 steps, and costs 102.0 ms; a larger batch helps'
     """
-    figures = f"{_other(sizes, gain)} for {steps:.0f} steps, and costs {cost * 1e3:.1f} ms"
+    figures = f"{_other(split, gain)} for {steps:.0f} steps, and costs {cost * 1e3:.1f} ms"
     longer = SHORT_STEP / step_time
     if _is_short(step_time, gain) and gain * SHORT_STEP * steps > fixed + (cost - fixed) * longer:
         return _too_short(step_time, figures)
     return f"a change would cost more than it saves: {figures}"
 
 
-def not_beyond_luck(sizes: Sequence[int], gain: float, step_time: float, least: float, jitter: Array) -> str:
+def not_beyond_luck(split: str, gain: float, step_time: float, least: float, jitter: Array) -> str:
     """Say that too little is known; that steps are too short, if noise of the same seconds would do at ``SHORT_STEP``.
 
     Args:
-        sizes: of the split that seems better.
+        split: the one that seems better, as text.
         gain: share of a step that it is expected to save.
         step_time: predicted seconds of a step of the running split.
         least: gain that would do.
         jitter: relative standard deviation of each worker's single steps.
 
     Example:
-        >>> not_beyond_luck((34, 30), 0.01, 0.1, 0.034, np.array([0.22, 0.22]))
+        >>> not_beyond_luck("34/30", 0.01, 0.1, 0.034, np.array([0.22, 0.22]))
         'too little is known of the workers yet: their single steps vary by 22%, 34/30 would take 1.0% less, \
 and only a gain of 3.4% is beyond luck'
-        >>> not_beyond_luck((34, 30), 0.05, 0.003, 0.2, np.array([0.3, 0.4])).partition(", ")[0]
+        >>> not_beyond_luck("34/30", 0.05, 0.003, 0.2, np.array([0.3, 0.4])).partition(", ")[0]
         'steps are too short to balance: they take 3.0 ms'
     """
     low, high = _rounded(float(jitter.min())), _rounded(float(jitter.max()))
     vary = f"single steps vary by {low}" + (f" to {high}" if high != low else "")
-    figures = f"{_other(sizes, gain)}, and only a gain of {least:.1%} is beyond luck"
+    figures = f"{_other(split, gain)}, and only a gain of {least:.1%} is beyond luck"
     if _is_short(step_time, gain) and gain * SHORT_STEP >= least * step_time:
         return _too_short(step_time, f"the workers' {vary}, {figures}")
     return f"too little is known of the workers yet: their {vary}, {figures}"
@@ -82,5 +80,5 @@ def _rounded(share: float) -> str:
     return f"{share:.0%}" if share >= 0.0995 else f"{share:.1%}"
 
 
-def _other(sizes: Sequence[int], gain: float) -> str:
-    return f"{'/'.join(map(str, sizes))} would take {max(gain, 0.0):.1%} less"
+def _other(split: str, gain: float) -> str:
+    return f"{split} would take {max(gain, 0.0):.1%} less"

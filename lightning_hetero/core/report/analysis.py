@@ -54,8 +54,8 @@ class WorkerFigures:
 
     Args:
         rank: its rank.
-        size: samples of a micro-batch.
-        share: its share of the batch.
+        size: samples of a micro-batch that it ran, on average.
+        share: their share of the batch.
         rate: samples per second, waiting included.
         compute: seconds that it is busy in a step.
         waiting: seconds of a step in which it waits for others or for the link.
@@ -69,7 +69,7 @@ class WorkerFigures:
     """
 
     rank: int
-    size: int
+    size: float
     share: float
     rate: float
     compute: float
@@ -127,6 +127,19 @@ class RunFigures:
         if not self.first or not is_even(self.first[0].sizes):
             return math.nan
         return _mean(self.first, [one.step_time for one in self.first])
+
+    @property
+    def baseline(self) -> str:
+        """What speeds are compared with: even sizes, or where batches are divided by cost, equal work for all."""
+        return "equal work" if self.run.header.by_cost else "even sizes"
+
+    @property
+    def over(self) -> str:
+        """The speed-up as text; *predicted* if no step of the baseline is among those at the end."""
+        if not math.isfinite(self.speed_up):
+            return ""
+        predicted = "" if all(is_even(one.sizes) for one in self.last) else " (predicted)"
+        return f"{self.speed_up:.2f}x over {self.baseline}{predicted}"
 
     @property
     def even(self) -> float:
@@ -208,6 +221,7 @@ class RunFigures:
             return ()
         newest, step = self.last[-1], self.step_time
         phases = {name: self.phase(name) for name in PHASES}
+        ran = np.average([one.ran for one in self.last], axis=0, weights=[max(one.count, 1) for one in self.last])
         compute = sum(phases.values(), np.zeros(len(newest.sizes)))
         return tuple(
             WorkerFigures(
@@ -221,7 +235,7 @@ class RunFigures:
                 phases={name: float(seconds[rank]) for name, seconds in phases.items()},
                 max_local=newest.max_local[rank] if newest.max_local else None,
             )
-            for rank, size in enumerate(newest.sizes)
+            for rank, size in enumerate(ran.tolist())
         )
 
     def phase(self, name: str) -> Array:

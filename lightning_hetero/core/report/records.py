@@ -73,6 +73,8 @@ class RunHeader:
         command: command line of rank 0.
         versions: versions of Python and of the packages.
         hostname: host of rank 0.
+        by_cost: whether batches are divided by the cost of their samples: the sizes of rounds and changes are then
+            planned work, in average samples, and ``rows`` are the samples that ran.
         version: version of the schema.
 
     Example:
@@ -92,6 +94,7 @@ class RunHeader:
     command: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     hostname: str = ""
+    by_cost: bool = False
     version: types.Natural = VERSION
 
 
@@ -110,7 +113,7 @@ class RoundRecord:
         step: step of the epoch.
         count: steps since the last round in the file.
         timed: steps that the medians are over; 0 leaves all times empty.
-        sizes: ``b_i``, samples of each worker.
+        sizes: ``b_i``, samples of each worker by the plan.
         accumulation: micro-batches of a step.
         step_time: seconds of a step, NaN if none was measured from end to end.
         data: seconds that each device waits for its loader.
@@ -135,6 +138,7 @@ class RoundRecord:
         noise_scale: gradient noise scale, NaN if it is not measured.
         goodput: statistical efficiency times samples/s, NaN if it is not known.
         kept: why the split stays, empty if it changes.
+        rows: samples that each worker ran in a step, on average, where they are not ``sizes``; empty where they are.
         sample: newest timed steps, ``[step][worker][value]``: the values of :data:`SAMPLED`, then each bucket's end.
 
     Example:
@@ -173,12 +177,18 @@ class RoundRecord:
     noise_scale: types.Number = math.nan
     goodput: types.Amount = math.nan
     kept: str = ""
+    rows: types.WorkerAmounts = ()
     sample: types.Sample = ()
 
     @property
     def total(self) -> int:
         """Samples of a micro-batch of all workers."""
         return sum(self.sizes)
+
+    @property
+    def ran(self) -> tuple[float, ...]:
+        """Samples that each worker ran in a micro-batch."""
+        return self.rows or self.sizes
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lightning_hetero.core.batching.plan import split_text
 from lightning_hetero.core.report.advice import advice
 from lightning_hetero.core.report.analysis import RunFigures
 from lightning_hetero.core.report.limit import limit_of
@@ -74,11 +75,9 @@ def verdict_of(figures: RunFigures) -> str:
         >>> busy = {"data": (0.0, 0.0), "forward": (0.03, 0.03), "backward": (0.06, 0.06), "optimizer": (0.0, 0.0)}
         >>> one = RoundRecord(1.0, 0, 9, 10, 8, (6, 2), step_time=0.1, even=0.184, link=0.01, **busy)
         >>> verdict_of(RunFigures(RunRecord(header, (one,))))
-        'hetero_ddp: 1.84x over even sizes; 10 % idle; limited by: computing, balanced over all workers'
+        'hetero_ddp: 1.84x over even sizes (predicted); 10 % idle; limited by: computing, balanced over all workers'
     """
-    speed = "speed over even sizes unknown"
-    if math.isfinite(figures.speed_up):
-        speed = f"{figures.speed_up:.2f}x over even sizes"
+    speed = figures.over or f"speed over {figures.baseline} unknown"
     idle = f"{100 * figures.idle:.0f} % idle"
     return f"{figures.run.header.strategy}: {speed}; {idle}; limited by: {limit_of(figures)}"
 
@@ -94,7 +93,7 @@ def _rows(figures: RunFigures) -> Iterator[tuple[str, ...]]:
         yield (
             str(one.rank),
             device[:28],
-            f"{one.size} ({100 * one.share:.0f} %)",
+            f"{one.size:.1f}".removesuffix(".0") + f" ({100 * one.share:.0f} %)",
             rounded(one.rate, 4),
             f"{rounded(one.compute * 1e3, 4)} ms",
             f"{rounded(one.waiting * 1e3)} ms ({100 * one.idle:.0f} %)",
@@ -120,7 +119,7 @@ def _lines(figures: RunFigures) -> Iterator[str]:
         yield f"newest measured change: step {times} at epoch {gain.epoch} step {gain.step}"
     if changed:
         newest = changed[-1]
-        sizes = "/".join(map(str, newest.sizes[:MAX_ROWS])) + ("/..." if len(newest.sizes) > MAX_ROWS else "")
+        sizes = split_text(newest.sizes, run.header.by_cost, MAX_ROWS)
         count = f"{len(changed)} change{'s' * (len(changed) > 1)} of the plan"
         yield f"{count}, the newest to {sizes}: {newest.reason}"
     kept = [one.kept for one in run.rounds if one.kept]
@@ -140,7 +139,7 @@ def _step(figures: RunFigures) -> str:
     before, now = figures.step_time_before, figures.step_time
     text = at_end = f"{rounded(now * 1e3, 4)} ms"
     if math.isfinite(before) and len(figures.first) < len(figures.timed):
-        text = f"{rounded(before * 1e3, 4)} ms with even sizes until the first change, {at_end} at the end"
+        text = f"{rounded(before * 1e3, 4)} ms with {figures.baseline} until the first change, {at_end} at the end"
     if math.isfinite(figures.predicted):
         text += f" (predicted {rounded(figures.predicted * 1e3, 4)})"
     if math.isfinite(figures.share_of_optimum):

@@ -18,7 +18,7 @@ log = logging.getLogger("lightning_hetero")
 
 REMAINS = 0.75
 """Share of the budget that thinning leaves at most."""
-MEANS = ("step_time", "data", "forward", "backward", "optimizer", "sync", "link", "predicted", "even")
+MEANS = ("step_time", "data", "forward", "backward", "optimizer", "sync", "link", "predicted", "even", "rows")
 """Fields of a round of which a merged one has the mean."""
 NEWEST = ("error", "nodes", "gamma", "t_o", "t_u", "jitter", "sample")
 """Fields of a round of which a merged one has the newest that is known."""

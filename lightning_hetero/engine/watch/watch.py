@@ -141,7 +141,7 @@ class RunWatch:
                 self.recorder.gain(gain)
         if self.recorder is not None and plan is not None:
             fields = {"predicted": predicted, "error": error, "even": done.even, "kept": done.kept or ""}
-            fields |= {**known.model, **more}
+            fields |= {**known.model, **more, "rows": () if done.rows == plan.local_batch_sizes else done.rows}
             self.recorder.round(observations, plan, at, elapsed, accumulation, **fields)
         if done.entry is not None and plan is not None:
             self.changed(done.entry, plan)

@@ -55,6 +55,7 @@ def begin_report(
         command=tuple(map(str, sys.argv)),
         versions={"python": platform.python_version(), **_versions()},
         hostname=platform.node(),
+        by_cost=plan.cost is not None,
     )
     watch.describe(header, Path(given) if isinstance(given, str) else folder)
 

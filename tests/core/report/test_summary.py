@@ -19,7 +19,7 @@ from tests.recorded import a_round, a_run, header
 def test_the_verdict_and_the_table_have_the_figures(seed):
     run = a_run(seed)
     figures, summary = RunFigures(run), summary_of(run)
-    assert summary.verdict.startswith(f"hetero_ddp: {figures.speed_up:.2f}x over even sizes; ")
+    assert summary.verdict.startswith(f"hetero_ddp: {figures.speed_up:.2f}x over even sizes (predicted); ")
     assert f"{100 * figures.idle:.0f} % idle" in summary.verdict
     assert summary.verdict.endswith(f"limited by: {limit_of(figures)}")
     assert len(summary.rows) == 3
