@@ -4,8 +4,8 @@ A loss is recognized by its autograd graph, so it does not matter whether a modu
 Where the graph does not tell, nothing is said.
 """
 
-from collections import deque
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from math import nan
@@ -79,7 +79,7 @@ class LossCheck:
 
     def __init__(self, config: HeteroConfig, notices: Notices) -> None:
         self._notices, self._seen, self._sums = notices, 0, 0
-        self._counted = set[float]()
+        self._counted = defaultdict[int, set[float]](set)
         # A user who bounds the local batches knows that the loss depends on them.
         self._own_batch = config.min_local_batch_size is None
 
@@ -136,14 +136,17 @@ class LossCheck:
             self._notices.say(text, loses=True)
 
     def _ignores(self, entropies: list[Any], own: int) -> bool:
-        """Return whether samples differ in how many of their labels are ignored, in this batch or over those seen."""
-        for node in entropies:
+        """Return whether samples differ in how many of their labels are ignored, in this batch or over those seen.
+
+        Language models ignore one label of each sample, which changes no weight.
+        """
+        for place, node in enumerate(entropies):
             target = _saved(node, "target")
             if target is not None:
                 counts = target != _signed(node._saved_ignore_index)
                 rows = counts.reshape(own if own and counts.numel() % own == 0 else 1, -1)
-                self._counted.update(rows.double().mean(1).tolist())
-        return len(self._counted) > 1
+                self._counted[place].update(rows.double().mean(1).tolist())
+        return any(len(shares) > 1 for shares in self._counted.values())
 
 
 def _has_other_rows(batch: Any, planned: int) -> bool:
@@ -158,8 +161,9 @@ def _lengths(data: Any) -> Iterator[int]:
     """Yield the lengths of the lists and tuples of a batch, which may be of samples."""
     if isinstance(data, list | tuple):
         yield len(data)
-    for value in data.values() if isinstance(data, dict) else data if isinstance(data, list | tuple) else ():
-        yield from _lengths(value)
+    if isinstance(data, Mapping | list | tuple):
+        for value in data.values() if isinstance(data, Mapping) else data:
+            yield from _lengths(value)
 
 
 # the graph
