@@ -217,8 +217,10 @@ class HeteroSession(TotalAccess):
         """Record which batch each forward pass of a model runs; return the handle of the hook.
 
         A loop that fetches several batches before their backward passes needs it to weight each loss by its own batch.
-        Give the model that the loop calls, i.e. the wrapped one. Fabric and Accelerate do this for you.
+        Give the model that the loop calls, i.e. the wrapped one. Fabric and Accelerate do this for you. Known losses
+        over the worker's own batch are named.
         """
+        self.engine.weighting.see_model(model)
         return self.engine.weighting.trace.watch(model)
 
     def select(self, batch: object) -> None:

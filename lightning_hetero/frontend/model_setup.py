@@ -46,6 +46,7 @@ def attach_module(engine: HeteroEngine, model: DistributedDataParallel, scaler: 
         scaler: loss scaler of the run, ``None`` without one.
     """
     engine.health.attach(model.module, scaled=scaler is not None)
+    engine.weighting.see_model(model.module)
     if engine.compression is not None:
         engine.compression.attach(
             model.module,

@@ -7,9 +7,8 @@ Where the graph does not tell, nothing is said.
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from itertools import islice
 from math import nan
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from lightning_hetero.config import HeteroConfig
 __all__ = ["LossCheck"]
 
 LOOKS = {4**i for i in range(8)}  # losses whose graphs are walked: ignored labels, or another split, may come late
-MOST_NODES, NEAR = 256, 8
+MOST_NODES = 256
 MEAN, SUM = 1, 2  # torch's numbers of reductions
 PAGE = "See 'What gets averaged' in the documentation."
 CLASS_WEIGHTS = (
@@ -38,10 +37,9 @@ SUMMED = (
     f"samples of the batch. {PAGE}"
 )
 OWN_BATCH = (
-    "the loss relates the samples of a worker's batch to each other (as contrastive losses, Dice over the batch or the "
-    "root of a mean do), so it changes with the split; a contrastive loss learns nothing from a batch of one. Gather "
-    "the rows of all workers, set min_local_batch_size=..., or keep equal sizes with policy='even'. "
-    f"{PAGE}"
+    "the loss relates the samples of a worker's batch to each other (as contrastive losses and Dice over the batch do), "
+    "so it changes with the split; a contrastive loss learns nothing from a batch of one. Gather the rows of all "
+    f"workers, set min_local_batch_size=..., or keep equal sizes with policy='even'. {PAGE}"
 )
 OTHER_ROWS = (
     "a batch has other rows than the split gave it samples, as if its collate_fn drops some: its loss is weighted by "
@@ -49,14 +47,20 @@ OTHER_ROWS = (
     f"{PAGE}"
 )
 
-SCANS = {"Topk", "Sort", "Logsumexp", "Logcumsumexp"}
-PRODUCTS, DISTANCES = {"Mm", "Bmm"}, {"Cdist", "EuclideanDist"}
-LAYERS = {*PRODUCTS, *DISTANCES, "Addmm", "Baddbmm", "Convolution", "Embedding", "NativeLayerNorm"}
-LINEAR = {
-    *("Add", "Sub", "Rsub", "Neg", "Mul", "Div", "Mean", "Sum", "Where", "ToCopy", "Clone", "Alias"),
-    *("View", "UnsafeView", "Unsqueeze", "Squeeze", "Expand", "Select", "Slice", "Index", "Stack", "Cat"),
+LAYERS = {"Mm", "Bmm", "Addmm", "Baddbmm", "Convolution", "Embedding", "NativeLayerNorm"}
+PASSED = {"ToCopy", "Clone", "Alias", "Neg", "View", "Squeeze"}
+"""Operations of which a sum stays a sum."""
+
+OVER_THE_BATCH = {
+    *("NTXentLoss", "DCLLoss", "BarlowTwinsLoss", "VICRegLoss", "SupConLoss", "BaseMetricLossFunction", "BaseMiner"),
+    *("MultipleNegativesRankingLoss", "MultipleNegativesSymmetricRankingLoss", "GISTEmbedLoss", "CoSENTLoss"),
+    *("AnglELoss", "OnlineContrastiveLoss", "BatchHardTripletLoss", "BatchAllTripletLoss", "LovaszLoss"),
 }
-CURVED = {"Sqrt", "Rsqrt", "Reciprocal", "Pow", "Exp", "Log"}
+"""Classes of losses that relate the samples of their batch, whatever their settings."""
+LEARNED_CLASSES = "WeightRegularizerMixin"
+"""Base of the losses of pytorch-metric-learning that compare samples with learned classes, not with each other."""
+REGIONS = ("Dice", "Jaccard", "Tversky")
+"""Losses over regions, which take all samples for one region with ``batch=True``."""
 
 
 class LossCheck:
@@ -78,7 +82,7 @@ class LossCheck:
     """
 
     def __init__(self, config: HeteroConfig, notices: Notices) -> None:
-        self._notices, self._seen, self._sums = notices, 0, 0
+        self._notices, self._seen = notices, 0
         self._counted = defaultdict[int, set[float]](set)
         # A user who bounds the local batches knows that the loss depends on them.
         self._own_batch = config.min_local_batch_size is None
@@ -113,35 +117,35 @@ class LossCheck:
             with suppress(Exception):  # of a graph that torch describes otherwise, nothing is known
                 self._look(loss.grad_fn, handed.rows, counted, accumulation)
 
+    def see_model(self, model: torch.nn.Module) -> None:
+        """Look for known losses over the own batch among the modules of a model, whose graphs do not tell."""
+        if self._own_batch and any(map(_is_over_the_batch, model.modules())):
+            self._notices.say(OWN_BATCH, loses=True)
+
     def _look(self, root: Any, sizes: tuple[int, ...], counted: bool, accumulation: int) -> None:
         own, total = sizes[0], sum(sizes)
-        nodes = list(_nodes(root))
         entropies = [
-            node for node in nodes if _name(node) in ("NllLoss", "NllLoss2D") and node._saved_reduction == MEAN
+            (node, _saved(node, "target"))
+            for node in _nodes(root)
+            if _name(node) in ("NllLoss", "NllLoss2D") and node._saved_reduction == MEAN
         ]
-        terms = list(_terms(root, own, accumulation)) if own else []
-        related = any(term.curved and term.over_rows for term in terms)
-        related = related or (own > 0 and any(_relates_rows(node, own, total) for node in nodes))
-        # A batch of one or two is often divided by 1 or 2, and a loss that is divided by a count may meet a count of 1.
-        if own > 2 and self._sums >= 0:
-            sums = bool(terms) and all(term.sums for term in terms) and any(term.over_rows for term in terms)
-            self._sums = self._sums + 1 if sums else -1
+        if accumulation > 1 and _name(root) == "Div" and _number(root) == accumulation:
+            root = root.next_functions[0][0]
         found = {
-            CLASS_WEIGHTS: any(map(_weights_classes, entropies)),
+            CLASS_WEIGHTS: any(_weights_classes(node) for node, _ in entropies),
             IGNORED_LABELS: not counted and self._ignores(entropies, own),
-            OWN_BATCH: self._own_batch and related,
-            SUMMED: not counted and not related and self._sums > 1,
+            OWN_BATCH: self._own_batch and any(_compares_rows(*one, own, total) for one in entropies),
+            SUMMED: not counted and own > 0 and _is_sum(root, own),
         }
         for text in (text for text, holds in found.items() if holds):
             self._notices.say(text, loses=True)
 
-    def _ignores(self, entropies: list[Any], own: int) -> bool:
+    def _ignores(self, entropies: list[tuple[Any, Any]], own: int) -> bool:
         """Return whether samples differ in how many of their labels are ignored, in this batch or over those seen.
 
         Language models ignore one label of each sample, which changes no weight.
         """
-        for place, node in enumerate(entropies):
-            target = _saved(node, "target")
+        for place, (node, target) in enumerate(entropies):
             if target is not None:
                 counts = target != _signed(node._saved_ignore_index)
                 rows = counts.reshape(own if own and counts.numel() % own == 0 else 1, -1)
@@ -174,31 +178,16 @@ def _name(node: Any) -> str:
     return name.rstrip("0123456789").removesuffix("Backward")
 
 
-def _inputs(node: Any) -> list[tuple[Any, tuple[int, ...]]]:
-    """Return the nodes of the inputs that need gradients, with the inputs' shapes."""
-    made = [(one, number) for one, number in node.next_functions if one is not None]
-    return [(one, tuple(one._input_metadata[number].shape)) for one, number in made]
-
-
 def _nodes(root: Any) -> Iterator[Any]:
     """Yield the nodes from a loss down to the last layers of the model, the nearest first."""
     waiting, seen = deque([root]), {root}
     while waiting and len(seen) < MOST_NODES:
         node = waiting.popleft()
         yield node
-        following = {} if _name(node) in LAYERS else {made: None for made, _ in _inputs(node) if made not in seen}
+        made = [] if _name(node) in LAYERS else [one for one, _ in node.next_functions if one is not None]
+        following = dict.fromkeys(one for one in made if one not in seen)
         seen.update(following)
         waiting.extend(following)
-
-
-def _chain(node: Any) -> Iterator[tuple[Any, tuple[int, ...]]]:
-    """Yield what the first input of a node was made from, step by step."""
-    for _ in range(NEAR):
-        inputs = _inputs(node)
-        if not inputs:
-            return
-        node, shape = inputs[0]
-        yield node, shape
 
 
 def _saved(node: Any, name: str) -> Any:
@@ -233,99 +222,43 @@ def _weights_classes(node: Any) -> bool:
     return weight is not None and bool(weight.min() != weight.max())
 
 
-# losses that relate the rows of a batch
-
-
-def _relates_rows(node: Any, own: int, total: int) -> bool:
-    """Return whether a node sorts or accumulates rows, or multiplies, subtracts or measures rows by rows."""
-    inputs, name = _inputs(node), _name(node)
-    if name in SCANS:
-        return own > 1 and len(inputs[0][1]) == 1 and _is_over_rows(node, own)
-    if len(inputs) != 2 or name not in {"Sub", *PRODUCTS, *DISTANCES} or any(_is_of_one_row(one) for one, _ in inputs):
+def _compares_rows(node: Any, target: Any, own: int, total: int) -> bool:
+    """Return whether the classes of a cross entropy are the rows of this worker's batch, each labelled as itself."""
+    scores = node.next_functions[0][0]._input_metadata[0].shape
+    if target is None or own < 1 or target.numel() % own or scores[-1] % total == 0:  # gathered from all ranks
         return False
-    (one, left), (other, right) = inputs
-    if name == "Sub":  # a column less a row
-        left, right = (right, left) if left[:1] == (1,) else (left, right)
-        return len(left) == len(right) > 1 == left[1] == right[0] and _are_rows(left[0], right[1], own, total)
-    left, right = (shape[1:] if len(shape) == 3 and shape[0] == 1 else shape for shape in (left, right))  # an einsum's
-    if len(left) != 2 or len(right) != 2:
-        return False
-    first, second = left[0], right[name in PRODUCTS]
-    if name in PRODUCTS and left[1] == own > 1:  # sums over rows, as for correlations of features
-        if max(first, second) in (total, 2 * total):  # gathered, with as many features as rows
-            return False
-        first = second = own
-    elif not _are_rows(first, second, own, total):
-        return False
-    return not (_is_of_parameters(one, first) or _is_of_parameters(other, second))
+    views = target.reshape(-1, own)
+    return bool((views == torch.arange(own, device=target.device)).all()) and (own > 1 or scores[-1] == 1)
 
 
-def _are_rows(first: int, second: int, own: int, total: int) -> bool:
-    if own == 1:
-        return first == second == 1
-    return first % own == 0 and second % own == 0 and max(first, second) % total > 0  # else gathered from all ranks
+def _is_over_the_batch(module: torch.nn.Module) -> bool:
+    names = {one.__name__ for one in type(module).__mro__}
+    if any(region in type(module).__name__ for region in REGIONS):  # segmentation_models_pytorch knows no other way
+        return getattr(module, "batch", type(module).__module__.startswith("segmentation_models_pytorch")) is True
+    return bool(names & OVER_THE_BATCH) and LEARNED_CLASSES not in names
 
 
-def _is_of_parameters(node: Any, size: int) -> bool:
-    """Return whether a parameter of this size is close by, as the weights of a layer, normalized or cast, are."""
-    close = islice(_nodes(node), NEAR)
-    return any(_name(one).endswith("AccumulateGrad") and size in one._input_metadata[0].shape for one in close)
+# sums
 
 
-def _is_of_one_row(node: Any) -> bool:
-    """Return whether a node uses one row at a time, as a loop over the samples does."""
-    chain = (node, *(one for one, _ in _chain(node)))
-    return any(_name(one) in ("Select", "Unbind") and _signed(one._saved_dim) == 0 for one in chain)
+def _is_sum(node: Any, own: int) -> bool:
+    """Return whether a loss is a sum over rows, or consists of such sums only.
 
-
-def _is_over_rows(node: Any, own: int) -> bool:
-    """Return whether a reduction is over the rows of the batch: not of one row, and not of a parameter."""
-    chain = list(_chain(node))
-    if not chain or _is_of_one_row(node):
-        return False
-    (_, reduced), (last, shape) = chain[0], chain[-1]
-    if _name(last).endswith("AccumulateGrad") and shape == reduced:
-        return False
-    return any(shape[:1] == (own,) for _, shape in chain)
-
-
-class _Term(NamedTuple):
-    """A reduction in a loss: whether it is a plain sum, whether a nonlinear function of it is taken."""
-
-    sums: bool
-    curved: bool
-    over_rows: bool
-
-
-def _terms(root: Any, own: int, accumulation: int) -> Iterator[_Term]:
-    """Yield the means and sums over rows that a loss is made of."""
-    if _name(root) == "Div" and _number(root) == accumulation:
-        root = root.next_functions[0][0]
-    waiting = [(root, True, False)]
-    for _ in range(MOST_NODES):
-        if not waiting:
-            return
-        node, plain, curved = waiting.pop()
-        name, reduction = _name(node), _reduction(node, own)
-        if reduction:
-            yield _Term(plain and reduction == SUM, curved, _is_over_rows(node, own))
-        if name in LINEAR | CURVED and not (reduction and _inputs(node)[0][1][0] == own):
-            # Who divides a sum, or multiplies it by a small number, makes it a mean.
-            plain = plain and not reduction and name != "Div" and (name != "Mul" or abs(_number(node)) >= 0.5)
-            for place, (made, _) in enumerate(node.next_functions):
-                if made is not None:
-                    waiting.append((made, plain, curved or name in CURVED or (name == "Div" and place == 1)))
-
-
-def _reduction(node: Any, own: int) -> int:
-    """Return ``MEAN`` or ``SUM`` if a node reduces rows, else 0."""
+    Who divides a sum, or multiplies it by a small number, makes it a mean.
+    """
+    name = _name(node)
+    made = [one for one, _ in node.next_functions if one is not None]
+    if name in PASSED or (name == "Mul" and abs(_number(node)) >= 0.5):
+        return len(made) == 1 and _is_sum(made[0], own)
+    if name in ("Add", "Sub"):
+        return bool(made) and all(_is_sum(one, own) for one in made)
     if hasattr(node, "_saved_reduction"):
-        return int(node._saved_reduction)
-    if _name(node) not in ("Mean", "Sum"):
-        return 0
-    shape, dims = _inputs(node)[0][1], getattr(node, "_saved_dim", ())
+        return bool(node._saved_reduction == SUM)
+    if name != "Sum" or _name(made[0]).endswith("AccumulateGrad"):
+        return False
+    shape, dims = node._saved_self_sym_sizes, getattr(node, "_saved_dim", ())
     over_first = not dims or any(_signed(dim) % len(shape) == 0 for dim in dims)
-    return (MEAN if _name(node) == "Mean" else SUM) if shape and over_first and shape[0] % own == 0 else 0
+    return bool(shape) and over_first and shape[0] % own == 0
 
 
 def _number(node: Any) -> float:

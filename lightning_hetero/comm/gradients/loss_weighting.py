@@ -53,6 +53,11 @@ class LossWeighting:
         self._weight_fn = config.weight_fn
         self._check = LossCheck.of(config, world_size, notices)
 
+    def see_model(self, model: torch.nn.Module) -> None:
+        """Look for losses among the modules of a model that unequal shares change, to name a setting."""
+        if self._check is not None:
+            self._check.see_model(model)
+
     def hold_several(self) -> None:
         """Assign losses to batches by tracing, because the loop may hold several batches at once."""
         self.trace.hold_several()
