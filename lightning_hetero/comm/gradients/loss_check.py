@@ -37,8 +37,8 @@ SUMMED = (
     f"samples of the batch. {PAGE}"
 )
 OWN_BATCH = (
-    "the loss relates the samples of a worker's batch to each other (as contrastive losses and Dice over the batch do), "
-    "so it changes with the split; a contrastive loss learns nothing from a batch of one. Gather the rows of all "
+    "the loss relates the samples of a worker's batch to each other (as contrastive losses and Dice over the batch "
+    "do), so it changes with the split; a contrastive loss learns nothing from a batch of one. Gather the rows of all "
     f"workers, set min_local_batch_size=..., or keep equal sizes with policy='even'. {PAGE}"
 )
 OTHER_ROWS = (
@@ -155,10 +155,11 @@ class LossCheck:
 
 def _has_other_rows(batch: Any, planned: int) -> bool:
     """Return whether no part of a batch has the planned rows or a multiple, as several views of a sample are."""
-    tensors = [tensor for tensor in tensors_in(batch) if tensor.ndim]
-    if not tensors or all(tensor.ndim > 1 and tensor.shape[1] == planned for tensor in tensors):
+    if any(len(tensor) % planned == 0 for tensor in tensors_in(batch) if tensor.ndim):  # in most runs the first one
         return False
-    return all(count % planned for count in (*map(len, tensors), *_lengths(batch)))
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.ndim]
+    rows_second = all(tensor.ndim > 1 and tensor.shape[1] == planned for tensor in tensors)  # also without tensors
+    return not rows_second and all(length % planned for length in _lengths(batch))
 
 
 def _lengths(data: Any) -> Iterator[int]:
