@@ -78,7 +78,7 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
             )
         if hetero_plugin is None and switched_on():
             hetero_plugin = HeteroPlugin()
-        store = None  # kept until the group exists
+        store: torch.distributed.Store | None = None  # kept until the group exists
         if hetero_plugin is not None and not torch.distributed.is_initialized():
             warn_of_stale_addresses(os.environ)
             store = _compare_backends(inspect.signature(Accelerator).bind_partial(*args, **kwargs).arguments)

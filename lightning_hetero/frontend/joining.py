@@ -1,4 +1,4 @@
-"""What a front end does before it joins the process group: compare backends, warn of stale addresses."""
+"""Preparations of a front end for joining the process group: backends are compared, stale addresses warned of."""
 
 import os
 from collections.abc import Iterator, Mapping

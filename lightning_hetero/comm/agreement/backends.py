@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Backend, BackendConfig
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 
 from lightning_hetero.comm.membership.group_sockets import making_group
 
@@ -47,7 +48,7 @@ def check_backends(given: Sequence[tuple[str, str]]) -> None:
 
     Example:
         >>> check_backends([("gloo", "cuda"), ("gloo", "cpu")])
-        >>> check_backends([("nccl", "cuda"), ("gloo", "cpu")])
+        >>> check_backends([("nccl", "cuda"), ("gloo", "cpu")])  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ValueError: ranks cannot exchange gradients: rank 0 sends those of a 'cuda' device by 'nccl', ...
     """
@@ -88,7 +89,7 @@ def compare_backends(
     if world_size == 1:
         return None
     timeout = timeout or default_pg_timeout
-    server: dist.Store = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))[0]
+    server: dist.Store = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store, keys = dist.PrefixStore(f"lightning_hetero/backend/{attempt}", server), list(map(str, range(world_size)))
     store.set(keys[rank], f"{backend} {device.type}")
@@ -101,7 +102,9 @@ def compare_backends(
         check_backends([(name, kind) for name, kind in given])
     except ValueError:
         with suppress(RuntimeError):  # the store may be gone with rank 0
-            store.set("all know", "") if last else store.wait(["all know"], PATIENCE)
+            if last:
+                store.set("all know", "")
+            store.wait(["all know"], PATIENCE)
         raise
     return server
 

@@ -365,6 +365,8 @@ def test_squared_norms_of_large_buckets_are_exact():
 class Together(GradientAverager):
     """All buckets travel with the last one, and arrive when the test says so."""
 
+    waits = False
+
     def __init__(self):
         super().__init__(2)
         self.flags.begin(exact=False, single_message=True)
