@@ -56,6 +56,7 @@ class EngineParts:
         rounds: sync rounds, in which ranks agree on plans.
         notices: notices to the user, each given once, on rank 0.
         position: epoch and step of the running batch.
+        rows: samples of this rank's running batch, 0 if unknown.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class EngineParts:
         diagnosis = LinkDiagnosis(config, rank, self.hook_state)
         watch = RunWatch(rank, world_size, device, records=bool(config.report))
         self.rounds = SyncRounds(self.control, self.data, self.observer, diagnosis, watch)
-        self.notices, self.position = Notices(rank == 0), (0, 0)
+        self.notices, self.position, self.rows = Notices(rank == 0), (0, 0), 0
         if Slot.of(os.environ) is None:  # else its keeper watches it, and the others go on without it
             self.control.failures.begin(
                 job_store, self, lambda own: (*own.position, own.hook_state.backward_via_strategy)
