@@ -73,11 +73,11 @@ class HeteroEngine(EngineData):
                 self.weighting.begin(1, self.world_size, batch)
                 return None
             self.weighting.begin_counted(data.own.rows_at(epoch, step), batch)
-            self.health.rows = data.own.rows_at(epoch, step)
-            return self.health.rows
+            self.rows = data.own.rows_at(epoch, step)
+            return self.rows
         share = data.sampler.step_at(epoch, step)
         own = share.sizes[self.control.rank] if share.sizes else share.counted
-        self.health.rows = own or data.sampler.min_local
+        self.rows = own or data.sampler.min_local
         if self.noise is not None:
             self.noise.begin_step(share.sizes or self._counted_noise())
         size = own if share.planned is None or not share.work else share.planned
@@ -110,7 +110,7 @@ class HeteroEngine(EngineData):
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Weight the loss, as does :class:`~lightning_hetero.comm.gradients.loss_weighting.LossWeighting`."""
-        self.health.see(loss, self.position)
+        self.health.see(loss, self.position, self.rows)
         return self.weighting.scale(loss, self.excluded, self.accumulation)
 
     @contextmanager

@@ -56,6 +56,7 @@ class EngineParts:
         rounds: sync rounds, in which ranks agree on plans.
         notices: notices to the user, each given once, on rank 0.
         position: epoch and step of the running batch.
+        rows: samples of this rank's running batch, 0 if unknown.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class EngineParts:
         topology = Topology.form(config.hierarchy, self.control, timeout)
         self.hook_state = HookState(self.observer, world_size, topology=topology)
         self.compression = GradientCompression.of(config, self.control, self.hook_state)
-        self.notices, self.position = Notices(rank == 0), (0, 0)
+        self.notices, self.position, self.rows = Notices(rank == 0), (0, 0), 0
         self.weighting = LossWeighting(config, world_size, device, self.notices)
         self.health = Health(config.on_nonfinite, self.control, self.hook_state, self.observer.clock)
         self.noise: NoiseCollector | None = None

@@ -46,14 +46,13 @@ class Health:
 
     Attributes:
         scaled: whether a loss scaler already leaves out steps that are not finite.
-        rows: samples of this rank's running batch, 0 if unknown.
         weights: compares weights of all ranks.
     """
 
     def __init__(self, mode: str, control: ControlPlane, hook: HookState, clock: Clock) -> None:
         self.mode, self._control, self._hook, self._clock = mode, control, hook, clock
         self._modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
-        self.scaled, self.rows = False, 0
+        self.scaled = False
         self._losses: deque[tuple[torch.Tensor, Any, tuple[int, int], int]] = deque()
         self._step, self._bytes = (0, 0), 0
         self._told, self._dropped = False, DroppedSteps()
@@ -96,8 +95,14 @@ class Health:
 
     # losses
 
-    def see(self, loss: torch.Tensor, step: tuple[int, int]) -> None:
-        """Record a loss that enters backward; it is read in a later step, once the device has it."""
+    def see(self, loss: torch.Tensor, step: tuple[int, int], rows: int = 0) -> None:
+        """Record a loss that enters backward; it is read in a later step, once the device has it.
+
+        Args:
+            loss: loss of this rank's batch.
+            step: epoch and batch.
+            rows: samples of the batch, 0 if unknown.
+        """
         self._step = step
         if self._told:
             return
@@ -106,7 +111,7 @@ class Health:
         if value.device.type == "cuda":
             there = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
             value = there.copy_(value, non_blocking=True)
-        self._losses.append((value, self._clock.mark(), step, self.rows))
+        self._losses.append((value, self._clock.mark(), step, rows))
 
     def _read(self, *, wait: bool = False) -> None:
         now = wait or self._clock.synchronous

@@ -22,6 +22,8 @@ def decisions(planner, cluster, conditions, plan, rng, number=6):
         plan = plan if proposal is None else proposal.plan
         accumulation = getattr(planner, "accumulation", 1)
         conditions = replace(conditions, total_batch_size=plan.total_batch_size, accumulation=accumulation)
+        offered = [(one.total_batch_size, one.accumulation) for one in getattr(planner, "table", ())]
+        assert all(total % (count * conditions.multiple) == 0 for total, count in offered)
         yield plan, accumulation
 
 

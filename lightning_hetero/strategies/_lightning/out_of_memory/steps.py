@@ -129,8 +129,8 @@ class OutOfMemoryMixin(RetriedStepsMixin):
 
         scaler = loss_scaler(self.precision_plugin)
         scale = 1.0 if scaler is None else float(scaler.get_scale())
-        whole = count % workers.multiple == 0 and count >= 2 * workers.least  # else smaller pieces, before none at all
-        sizes = {"least": workers.least, "multiple": workers.multiple} if whole else {"least": workers.min_local}
+        full = count % workers.multiple == 0 and count >= 2 * workers.least  # else smaller pieces, before none at all
+        sizes = {"least": workers.least, "multiple": workers.multiple} if full else {"least": workers.min_local}
         loss, gradients, largest = sum_in_pieces(loss_of, count, missing, **sizes, scale=scale)
         self._lower_bound(count, max(workers.least, int(count * SETTINGS.used_share)), where, largest)
         return loss_with_gradients(loss, missing, gradients)
