@@ -4,8 +4,10 @@ from typing import Any
 
 from lightning_hetero.accelerate import HeteroPlugin
 
-__all__ = ["check_trainer"]
+__all__ = ["check_trainer", "inexact_loss"]
 
+MIXED = ("ORPOTrainer", "CPOTrainer")
+"""Trainers of TRL whose loss adds a mean over tokens to a mean over pairs."""
 PLAIN = "unequal batches are for plain data parallelism"
 
 
@@ -53,3 +55,34 @@ def check_trainer(args: Any, model: Any, plugin: HeteroPlugin) -> None:
     for message, holds in refused.items():
         if holds:
             raise ValueError(f"{message}.")
+
+
+def inexact_loss(trainer: Any) -> str | None:
+    """Return what to know of a trainer's loss that may differ from that of one process; ``None`` if nothing is known.
+
+    Args:
+        trainer: a trainer without a ``weight_fn``.
+
+    Example:
+        >>> class Own:
+        ...     def compute_loss(self, model, inputs): ...
+        >>> inexact_loss(Own())[:26]
+        "Own.compute_loss is yours:"
+    """
+    makers = [cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls)]
+    if any(cls.__name__ in MIXED for cls in makers):
+        return (
+            f"the loss of {type(trainer).__name__} adds a mean over tokens to a mean over pairs, and has one weight, that "
+            "of the pairs: where texts differ in length, gradients are nearly, but not exactly, those of one process. "
+            "ACCELERATE_USE_HETERO=false gives equal batches."
+        )
+    name = "compute_loss_func" if getattr(trainer, "compute_loss_func", None) is not None else ""
+    if makers and makers[0].__module__.partition(".")[0] not in ("transformers", "trl"):
+        name = f"{makers[0].__name__}.compute_loss"
+    if not name:
+        return None
+    return (
+        f"{name} is yours: what it divides by num_items_in_batch, and a mean over the labels of the batch, are exact. A "
+        "loss that is a mean over something else, such as one with class weights, needs hetero_weight_fn, which returns "
+        "what it is divided by: lambda batch: w[batch['labels']].sum()."
+    )
