@@ -130,7 +130,9 @@ def panels_of(run: RunRecord, series: RoundSeries) -> dict[str, list[Panel]]:
             *_optional(series, "density", "density"),
             *_optional(series, "link", "link (ms)", series.sizes.shape[1] > 1, factor=1e3),
         ],
-        "steps": [Panel(lambda axes: _step_times(axes, series, RunFigures(run).baseline), 2.2)] if _any(series.step_time) else [],
+        "steps": [Panel(lambda axes: _step_times(axes, series, RunFigures(run).baseline), 2.2)]
+        if _any(series.step_time)
+        else [],
         "shares": [Panel(lambda axes: _shares(axes, series), 1.9)]
         if _any(series.share_of_optimum) or _any(series.share_of_solo)
         else [],

@@ -67,22 +67,23 @@ def inexact_loss(trainer: Any) -> str | None:
         >>> class Own:
         ...     def compute_loss(self, model, inputs): ...
         >>> inexact_loss(Own())[:26]
-        "Own.compute_loss is yours:"
+        'Own.compute_loss is yours:'
     """
     makers = [cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls)]
     if any(cls.__name__ in MIXED for cls in makers):
         return (
-            f"the loss of {type(trainer).__name__} adds a mean over tokens to a mean over pairs, and has one weight, that "
-            "of the pairs: where texts differ in length, gradients are nearly, but not exactly, those of one process. "
-            "ACCELERATE_USE_HETERO=false gives equal batches."
+            f"the loss of {type(trainer).__name__} adds a mean over tokens to a mean over pairs, and has one weight, "
+            "that of the pairs: where texts differ in length, gradients are nearly, but not exactly, those of one "
+            "process. ACCELERATE_USE_HETERO=false gives equal batches."
         )
-    name = "compute_loss_func" if getattr(trainer, "compute_loss_func", None) is not None else ""
-    if makers and makers[0].__module__.partition(".")[0] not in ("transformers", "trl"):
-        name = f"{makers[0].__name__}.compute_loss"
-    if not name:
+    found = {f"{cls.__name__}.compute_loss": cls for cls in makers[:1]}
+    found["compute_loss_func"] = getattr(trainer, "compute_loss_func", None) or object
+    theirs = ("transformers", "trl", "functools", "builtins")  # TRL sets a function of its own, as of loss_type="dft"
+    name = next((n for n, made in found.items() if str(made.__module__).partition(".")[0] not in theirs), None)
+    if name is None:
         return None
     return (
-        f"{name} is yours: what it divides by num_items_in_batch, and a mean over the labels of the batch, are exact. A "
-        "loss that is a mean over something else, such as one with class weights, needs hetero_weight_fn, which returns "
+        f"{name} is yours: what it divides by num_items_in_batch, and a mean over the labels of the batch, are exact. "
+        "A loss that is a mean over something else, as with class weights, needs hetero_weight_fn, which returns "
         "what it is divided by: lambda batch: w[batch['labels']].sum()."
     )

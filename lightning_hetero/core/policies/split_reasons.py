@@ -17,9 +17,7 @@ WORTH = 0.02
 """Least gain that is worth an advice."""
 
 
-def costs_too_much(
-    split: str, gain: float, step_time: float, steps: float, cost: float, fixed: float = 0.0
-) -> str:
+def costs_too_much(split: str, gain: float, step_time: float, steps: float, cost: float, fixed: float = 0.0) -> str:
     """Say that a change would cost more than it saves; that steps are too short, if it would pay at ``SHORT_STEP``.
 
     Args:
