@@ -44,7 +44,7 @@ def check_trainer(args: Any, model: Any, plugin: HeteroPlugin) -> None:
         ),
         f"num_generations={getattr(args, 'num_generations', None)}: trainers that generate what they train on, as GRPO "
         "and RLOO, compare rewards over equal batches. Use TRL's own class, without settings of unequal workers and "
-        "with ACCELERATE_USE_HETERO=false": getattr(args, "num_generations", None) is not None,
+        "with ACCELERATE_USE_HETERO=false": args.world_size > 1 and getattr(args, "num_generations", None) is not None,
         f"max_total_batch_size={plugin.max_total_batch_size}: Trainer fixes the number of steps, and the learning "
         "rates of all of them, before the first one, and a total that moves would change it. Leave it out": (
             plugin.max_total_batch_size is not None

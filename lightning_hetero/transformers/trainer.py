@@ -58,8 +58,7 @@ class HeteroTrainer(module.Trainer):
         if plugin is None:
             super().create_accelerator_and_postprocess()
             return
-        if self.args.world_size > 1:  # a single worker splits nothing
-            check_trainer(self.args, self.model, plugin)
+        check_trainer(self.args, self.model, plugin)
         with _replaced("Accelerator", partial(TrainerAccelerator, trainer=self, hetero_plugin=plugin)):
             super().create_accelerator_and_postprocess()
 

@@ -27,7 +27,6 @@ REFUSED = {
         {},
         r"split_batches=True.*divide the total by the number of workers",
     ),
-    "num_generations": ({"num_generations": 8}, {}, r"num_generations=8: .*GRPO.*ACCELERATE_USE_HETERO=false"),
     "max_total_batch_size": ({}, {"max_total_batch_size": 64}, r"max_total_batch_size=64: .*Leave it out"),
     "auto_find_batch_size": (
         {"auto_find_batch_size": True},

@@ -84,7 +84,7 @@ def test_the_sizes_that_are_shown_are_those_that_ran(number, tmp_path):
 
     def run(rank):
         args, seen = arguments(12, number, **settings), []
-        trainer = of(Trainer)(model=llama(), args=args, train_dataset=texts(60), data_collator=padded)
+        trainer = of(Trainer)(model=llama(), args=args, train_dataset=texts(60).rows, data_collator=padded)
         note = lambda model, args, kwargs: seen.append(len(kwargs["input_ids"]))  # noqa: E731
         trainer.model.register_forward_pre_hook(note, with_kwargs=True)
         history = trained(trainer)["history"]

@@ -88,6 +88,12 @@ def test_grpo_is_plain_with_one_worker():
     assert abs(flagged["weights"] - plain["weights"]).max() == 0.0
 
 
+def test_grpo_is_refused_on_several_workers():
+    errors = run_ranks(generated, 2, env={"ACCELERATE_USE_HETERO": "true"}, expect_errors=True)
+    assert len(errors) == 2
+    assert all("ValueError" in str(one) and "num_generations=4" in str(one) for one in errors), errors
+
+
 def all_of(rank):
     datasets.disable_progress_bars()
     return {name: run() for name, run in RUNS.items()}
