@@ -274,6 +274,7 @@ def fit(rank, strategy, world_size, batch_size, model=None, dataset=None, ckpt_p
         "grads": np.stack([g.numpy() for g in model.grads]) if model.grads else np.zeros((0, 0)),
         "seen": model.seen,
         "history": [(e.epoch, e.step, e.plan.local_batch_sizes) for e in getattr(trainer.strategy, "plan_history", ())],
+        "rows": [e.rows for e in getattr(trainer.strategy, "plan_history", ())],
         "steps": trainer.global_step,
         "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
     }

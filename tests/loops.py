@@ -123,6 +123,7 @@ def accelerate_loop(
         "norms": norms,
         "lr": scheduler.get_last_lr()[0],
         "history": [(e.epoch, e.step, e.plan.local_batch_sizes) for e in accelerator.plan_history],
+        "rows": [e.rows for e in accelerator.plan_history],
     }
     if not another:
         accelerator.end_training()
@@ -182,6 +183,7 @@ def fabric_loop(
                 fabric.save(save[steps], {**state, "epoch": epoch})
     history = [(e.epoch, e.step, e.plan.local_batch_sizes) for e in fabric.strategy.plan_history]
     result = {"weights": flat(model), "grads": np.stack(grads), "seen": seen, "history": history}
+    result["rows"] = [e.rows for e in fabric.strategy.plan_history]
     fabric.strategy.teardown()
     return result
 

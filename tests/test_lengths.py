@@ -13,6 +13,9 @@ from torch.utils.data import DataLoader
 from lightning_hetero import BatchPlan
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.cost.weights import CostWeights
+from lightning_hetero.core.report.analysis import RunFigures
+from lightning_hetero.core.report.run_record import RunRecord
+from lightning_hetero.core.report.summary import summary_of
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.log import show_log
 from tests.helpers import collected, fit, run_ranks
@@ -62,6 +65,40 @@ def test_gradients_equal_one_process_and_a_plan_changes_the_shares_of_the_cost(f
     assert after == pytest.approx(0.75, abs=0.06)
     numbers = [tuple(len(r["seen"][step][2]) for r in results) for step in range(4)]
     assert any(pair != (6, 6) for pair in numbers), "shares of equal cost are not of equal number"
+
+
+def rows_that_ran(seen, rounds):
+    """Samples of each rank in the full steps before each round, as far back as the round before or its epoch's begin.
+
+    A row for each step that may be the first one, since rounds between two that are recorded may be left out.
+    """
+    counts = {(epoch, step): [len(one[i][2]) for one in seen] for i, (epoch, step, _) in enumerate(seen[0])}
+    before = (0, -1)
+    for one in rounds:
+        steps = [at for at in counts if max(before, (one.epoch, -1)) < at <= (one.epoch, one.step)]
+        full = [counts[at] for at in steps if sum(counts[at]) == one.total]
+        yield np.array([np.mean(full[first:], axis=0) for first in range(len(full))])
+        before = one.epoch, one.step
+
+
+@every_front_end
+@pytest.mark.parametrize("settings", [{"cost_fn": cost_of}, {"local_batch_sizes": (8, 4)}], ids=["cost", "number"])
+def test_the_sizes_that_are_shown_are_those_that_ran(front_end, settings, tmp_path):
+    results = run(front_end, {"replan": 2, "report": str(tmp_path), **settings}, 2, epochs=3)
+    (path,) = tmp_path.rglob("hetero_run.jsonl")
+    record = RunRecord.from_lines(path.read_text().splitlines())
+    ran = np.array([one.ran for one in record.rounds])
+    for rows, possible in zip(ran, rows_that_ran([result["seen"] for result in results], record.rounds), strict=True):
+        assert np.isclose(rows, possible, rtol=1e-5).all(axis=1).any(), (rows, possible)
+    assert results[0]["rows"] == results[1]["rows"]
+    np.testing.assert_allclose(results[0]["rows"][-1], ran[-1], rtol=1e-5)
+    last = RunFigures(record).last
+    means = np.average([one.ran for one in last], axis=0, weights=[one.count for one in last])
+    shown = [float(row[2].split()[0]) for row in summary_of(record).rows]
+    np.testing.assert_allclose(shown, means, atol=0.051)
+    by_cost = "cost_fn" in settings
+    assert record.header.by_cost is by_cost
+    assert (ran == (8, 4)).all() != by_cost
 
 
 @every_front_end

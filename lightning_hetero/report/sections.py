@@ -49,7 +49,7 @@ def tiles_of(figures: RunFigures) -> list[tuple[str, Value, str]]:
         ("in the whole run", number("speed_up_of_run", figures.speed_up_of_run, "times"), "steps before changes, too"),
         ("throughput", number("rate", figures.rate, "rate"), "samples/s of all workers"),
         ("step time", number("step_time", figures.step_time, "seconds"), "measured at the end"),
-        ("at the start", number("step_time_before", figures.step_time_before, "seconds"), f"measured with {figures.baseline}"),
+        ("at the start", number("step_time_before", figures.step_time_before, "seconds"), f"with {figures.baseline}"),
         ("idle", number("idle", figures.idle, "share"), "of all workers' time"),
         ("of the optimum", number("share_of_optimum", figures.share_of_optimum, "share"), "best split, same workers"),
         ("of solo throughput", number("share_of_solo", share_of_solo(figures), "share"), "sum of all workers alone"),

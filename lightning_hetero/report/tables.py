@@ -149,7 +149,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def sizes_text(sizes: Sequence[float], by_cost: bool = False) -> str:
-    """Return samples of all workers, or shares of work that is divided by cost; of many, how often each number is there.
+    """Return samples of all workers, or shares of the work by cost; of many, how often each number is there.
 
     Example:
         >>> sizes_text((3, 1)), sizes_text((2,) * 20 + (1,) * 4)

@@ -158,9 +158,10 @@ class TrainerAccelerator(HeteroAccelerator):
     def counts(self, batch: Any) -> bool | None:
         """Return whether a batch of the training counts, as that of a worker with share 0 does not.
 
-        ``None`` for a batch that is not split: of another loader, or one that no loader of ours has handed out.
+        ``None`` for a batch that is not split: of a single worker, of another loader, or one that no loader of ours
+        has handed out.
         """
-        engine = self.engine
+        engine = None if self.num_processes == 1 else self.engine
         handed = None if engine is None else engine.weighting.trace.find(batch)
         return None if handed is None or handed.beside is not None else not handed.idle
 
@@ -170,6 +171,8 @@ class TrainerAccelerator(HeteroAccelerator):
         Raises:
             ValueError: if it is none of the batches of the pass, nor was made of one.
         """
+        if self.num_processes == 1:
+            return None
         engine = self._session().engine
         handed = engine.weighting.trace.find(batch)
         if (handed is None and not self._session().running) or (handed is not None and handed.beside is not None):

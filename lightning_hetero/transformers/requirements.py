@@ -4,8 +4,10 @@ from typing import Any
 
 from lightning_hetero.accelerate import HeteroPlugin
 
-__all__ = ["check_trainer"]
+__all__ = ["check_trainer", "inexact_loss"]
 
+MIXED = ("ORPOTrainer", "CPOTrainer")
+"""Trainers of TRL whose loss adds a mean over tokens to a mean over pairs."""
 PLAIN = "unequal batches are for plain data parallelism"
 
 
@@ -42,7 +44,7 @@ def check_trainer(args: Any, model: Any, plugin: HeteroPlugin) -> None:
         ),
         f"num_generations={getattr(args, 'num_generations', None)}: trainers that generate what they train on, as GRPO "
         "and RLOO, compare rewards over equal batches. Use TRL's own class, without settings of unequal workers and "
-        "with ACCELERATE_USE_HETERO=false": getattr(args, "num_generations", None) is not None,
+        "with ACCELERATE_USE_HETERO=false": args.world_size > 1 and getattr(args, "num_generations", None) is not None,
         f"max_total_batch_size={plugin.max_total_batch_size}: Trainer fixes the number of steps, and the learning "
         "rates of all of them, before the first one, and a total that moves would change it. Leave it out": (
             plugin.max_total_batch_size is not None
@@ -53,3 +55,35 @@ def check_trainer(args: Any, model: Any, plugin: HeteroPlugin) -> None:
     for message, holds in refused.items():
         if holds:
             raise ValueError(f"{message}.")
+
+
+def inexact_loss(trainer: Any) -> str | None:
+    """Return what to know of a trainer's loss that may differ from that of one process; ``None`` if nothing is known.
+
+    Args:
+        trainer: a trainer without a ``weight_fn``.
+
+    Example:
+        >>> class Own:
+        ...     def compute_loss(self, model, inputs): ...
+        >>> inexact_loss(Own())[:26]
+        'Own.compute_loss is yours:'
+    """
+    makers = [cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls)]
+    if any(cls.__name__ in MIXED for cls in makers):
+        return (
+            f"the loss of {type(trainer).__name__} adds a mean over tokens to a mean over pairs, and has one weight, "
+            "that of the pairs: where texts differ in length, gradients are nearly, but not exactly, those of one "
+            "process. ACCELERATE_USE_HETERO=false gives equal batches."
+        )
+    found = {f"{cls.__name__}.compute_loss": cls for cls in makers[:1]}
+    found["compute_loss_func"] = getattr(trainer, "compute_loss_func", None) or object
+    theirs = ("transformers", "trl", "functools", "builtins")  # TRL sets a function of its own, as of loss_type="dft"
+    name = next((n for n, made in found.items() if str(made.__module__).partition(".")[0] not in theirs), None)
+    if name is None:
+        return None
+    return (
+        f"{name} is yours: what it divides by num_items_in_batch, and a mean over the labels of the batch, are exact. "
+        "A loss that is a mean over something else, as with class weights, needs hetero_weight_fn, which returns "
+        "what it is divided by: lambda batch: w[batch['labels']].sum()."
+    )

@@ -20,7 +20,7 @@ from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.transformers.accelerator import TrainerAccelerator
 from lightning_hetero.transformers.arguments import plugin_of
 from lightning_hetero.transformers.jit_checkpoint import share_requests
-from lightning_hetero.transformers.requirements import check_trainer
+from lightning_hetero.transformers.requirements import check_trainer, inexact_loss
 
 __all__ = ["HeteroTrainer", "hetero_trainer"]
 
@@ -58,8 +58,7 @@ class HeteroTrainer(module.Trainer):
         if plugin is None:
             super().create_accelerator_and_postprocess()
             return
-        if self.args.world_size > 1:  # a single worker splits nothing
-            check_trainer(self.args, self.model, plugin)
+        check_trainer(self.args, self.model, plugin)
         with _replaced("Accelerator", partial(TrainerAccelerator, trainer=self, hetero_plugin=plugin)):
             super().create_accelerator_and_postprocess()
 
@@ -80,6 +79,9 @@ class HeteroTrainer(module.Trainer):
         hetero = self._hetero
         if hetero.engine is not None:
             share_requests(self, hetero.engine.control)
+            known = hetero.engine.config.weight_fn is not None or hetero.num_processes == 1
+            if not known and (said := inexact_loss(self)) is not None:
+                hetero.engine.notices.say(said)
         try:
             with _replaced("skip_first_batches", hetero.skip_first_batches), self._announced():
                 done = super()._inner_training_loop(*args, **kwargs)

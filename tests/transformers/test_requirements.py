@@ -1,6 +1,7 @@
 """What a Trainer cannot split unevenly is refused by the name of its argument when it is made, on every rank."""
 
 import types
+import warnings
 
 import pytest
 import transformers
@@ -8,7 +9,7 @@ import transformers
 from lightning_hetero.accelerate import HeteroPlugin
 from lightning_hetero.transformers import HeteroTrainer, HeteroTrainingArguments
 from lightning_hetero.transformers.requirements import check_trainer
-from tests.helpers import run_ranks
+from tests.helpers import collected, run_ranks
 from tests.transformers.runs import arguments, llama, of, padded, texts
 
 QUIET = {"use_cpu": True, "report_to": [], "bf16": False}
@@ -26,7 +27,6 @@ REFUSED = {
         {},
         r"split_batches=True.*divide the total by the number of workers",
     ),
-    "num_generations": ({"num_generations": 8}, {}, r"num_generations=8: .*GRPO.*Leave it out"),
     "max_total_batch_size": ({}, {"max_total_batch_size": 64}, r"max_total_batch_size=64: .*Leave it out"),
     "auto_find_batch_size": (
         {"auto_find_batch_size": True},
@@ -60,6 +60,34 @@ def _made(rank, sizes, settings):
     except (TypeError, ValueError) as error:
         return str(error)
     return None
+
+
+class ORPOTrainer(HeteroTrainer):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+class Own(HeteroTrainer):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+def _said(rank):
+    warnings.simplefilter("ignore")
+    counts = {"hetero_weight_fn": lambda batch: len(batch["labels"])}
+    cases = ((HeteroTrainer, {}), (Own, {}), (ORPOTrainer, {}), (Own, counts))
+    said = []
+    for cls, more in cases:
+        lines = collected()
+        args = arguments(8, (2, 6), max_steps=2, **more)
+        cls(model=llama(), args=args, train_dataset=texts(), data_collator=padded).train()
+        names = ("Own.compute_loss", "ORPOTrainer")
+        said.append([name for line in lines for name in names if name in line])
+    return said
+
+
+def test_a_loss_that_may_differ_from_one_process_is_named_once():
+    assert run_ranks(_said, 2) == [[[], ["Own.compute_loss"], ["ORPOTrainer"], []], [[]] * 4]
 
 
 @pytest.mark.parametrize(

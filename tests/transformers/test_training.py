@@ -7,6 +7,7 @@ import shutil
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_hetero.accelerate import HeteroPlugin
 from lightning_hetero.core import DamagedCheckpointError
+from lightning_hetero.core.report.run_record import RunRecord
 from lightning_hetero.frontend.checkpoint_folder import damage_in
 from lightning_hetero.transformers import HeteroTrainer, HeteroTrainingArguments, hetero_trainer
 from lightning_hetero.transformers.requirements import check_trainer
@@ -21,6 +23,7 @@ from tests.helpers import collected, run_ranks, save_late
 from tests.transformers.runs import Rows, arguments, bert, labelled, llama, of, padded, texts, trained
 
 Trainer = transformers.Trainer
+METRIC = "hetero/local_batch_size/rank0"
 
 
 def trainer_of(sizes=(2, 6), total=8, rows=42, **settings):
@@ -73,6 +76,37 @@ def test_a_decision_changes_the_next_batches(data, accumulation):
     logged = [entry for entry in first["history"] if "hetero/step_time" in entry]
     assert [entry["hetero/total_batch_size"] for entry in logged] == [16] * len(logged) != []
     assert json.loads(json.dumps(logged)) == logged  # as in trainer_state.json
+
+
+@pytest.mark.parametrize("number", [None, "8,4"], ids=["tokens", "number"])
+def test_the_sizes_that_are_shown_are_those_that_ran(number, tmp_path):
+    settings = {"hetero_replan": 2, "hetero_hysteresis": 1.0, "output_dir": str(tmp_path), "num_train_epochs": 3}
+
+    def run(rank):
+        args, seen = arguments(12, number, **settings), []
+        trainer = of(Trainer)(model=llama(), args=args, train_dataset=texts(60).rows, data_collator=padded)
+        note = lambda model, args, kwargs: seen.append(len(kwargs["input_ids"]))  # noqa: E731
+        trainer.model.register_forward_pre_hook(note, with_kwargs=True)
+        history = trained(trainer)["history"]
+        return seen, history, [entry.rows for entry in trainer.accelerator.plan_history]
+
+    (first, history, rows), (second, _, others) = run_ranks(run, 2)
+    ran, before = np.array([first, second]).T, 0
+    (path,) = tmp_path.rglob("hetero_run.jsonl")
+    record = RunRecord.from_lines(path.read_text().splitlines())
+    assert record.header.by_cost is (number is None)
+    for one in record.rounds:  # five steps of an epoch, none of them ragged
+        steps = slice(max(before, 5 * one.epoch), before + one.count)
+        possible = [ran[steps][first:].mean(axis=0) for first in range(len(ran[steps]))]
+        assert np.isclose(one.ran, possible, rtol=1e-5).all(axis=1).any(), (one.ran, possible)
+        before += one.count
+    assert rows == others
+    assert rows[-1] == pytest.approx(record.rounds[-1].ran, rel=1e-5)
+    logged = [[one[f"hetero/local_batch_size/rank{rank}"] for rank in (0, 1)] for one in history if METRIC in one]
+    assert all(np.isclose(one, [each.ran for each in record.rounds], rtol=1e-5).all(axis=1).any() for one in logged)
+    assert len(logged) > 1
+    assert (ran == (8, 4)).all() != (number is None)
+    assert {"hetero/work_share/rank0" in one for one in history if METRIC in one} == {number is None}
 
 
 def test_given_sizes_are_the_total():

@@ -67,6 +67,33 @@ RUNS = {
 }
 
 
+def generated(rank):
+    """Rewards of generated texts, by the switch alone."""
+    given = {"num_generations": 4, "max_completion_length": 4, "max_steps": 2, "gradient_checkpointing": False}
+    args = arguments(8, None, cls=trl.GRPOConfig, **given)
+    return trained(
+        trl.GRPOTrainer(
+            model=llama(longest=64),
+            args=args,
+            train_dataset=data("prompt"),
+            processing_class=tokenizer(),
+            reward_funcs=lambda completions, **_: [float(len(one) % 5) for one in completions],
+        )
+    )
+
+
+def test_grpo_is_plain_with_one_worker():
+    plain, flagged = (run_ranks(generated, 1, env={"ACCELERATE_USE_HETERO": on})[0] for on in ("false", "true"))
+    assert flagged["steps"] == 2
+    assert abs(flagged["weights"] - plain["weights"]).max() == 0.0
+
+
+def test_grpo_is_refused_on_several_workers():
+    errors = run_ranks(generated, 2, env={"ACCELERATE_USE_HETERO": "true"}, expect_errors=True)
+    assert len(errors) == 2
+    assert all("ValueError" in str(one) and "num_generations=4" in str(one) for one in errors), errors
+
+
 def all_of(rank):
     datasets.disable_progress_bars()
     return {name: run() for name, run in RUNS.items()}

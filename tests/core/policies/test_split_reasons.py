@@ -20,7 +20,7 @@ def kind(text):
 def test_a_cost_is_said_with_the_saving_that_it_exceeds(step_time):
     """7.25 % of a step for 230 steps, against 200 ms and half a step."""
     cost = 0.2 + 0.5 * step_time + 0.0725 * 230 * step_time
-    text = costs_too_much((22, 20, 18), 0.0725, step_time, 230.4, cost, cost - 0.5 * step_time)
+    text = costs_too_much("22/20/18", 0.0725, step_time, 230.4, cost, cost - 0.5 * step_time)
     assert "22/20/18 would take 7.2% less for 230 steps" in text
     assert f"and costs {1e3 * cost:.1f} ms" in text
     assert kind(text) == (SHORT if step_time < SHORT_STEP else DEAR)
@@ -40,7 +40,7 @@ def test_a_cost_is_said_with_the_saving_that_it_exceeds(step_time):
 def test_steps_are_too_short_for_a_cost_that_would_pay_at_the_limit(gain, step_time, steps, fixed, short):
     cost = fixed + step_time
     assert gain * step_time * steps <= cost
-    text = costs_too_much((6, 4), gain, step_time, steps, cost, fixed)
+    text = costs_too_much("6/4", gain, step_time, steps, cost, fixed)
     assert kind(text) == (SHORT if short else DEAR)
     assert (gain >= WORTH and step_time < SHORT_STEP and gain * SHORT_STEP * steps > fixed + SHORT_STEP) is short
     assert ("a larger batch helps" in text) is short
@@ -58,7 +58,7 @@ def test_steps_are_too_short_for_a_cost_that_would_pay_at_the_limit(gain, step_t
     ],
 )
 def test_steps_are_too_short_for_noise_that_would_do_at_the_limit(gain, step_time, least, short):
-    text = not_beyond_luck((34, 30), gain, step_time, least, np.array([0.2, 0.5]))
+    text = not_beyond_luck("34/30", gain, step_time, least, np.array([0.2, 0.5]))
     assert kind(text) == (SHORT if short else UNKNOWN)
     assert (f"they take {1e3 * step_time:.1f} ms" in text) is short
     assert f"34/30 would take {gain:.1%} less, and only a gain of {least:.1%} is beyond luck" in text
@@ -77,7 +77,7 @@ def test_steps_are_too_short_for_noise_that_would_do_at_the_limit(gain, step_tim
     ],
 )
 def test_jitter_is_said_from_the_calmest_to_the_most_restless_worker(jitter, said):
-    text = not_beyond_luck((6, 4), -0.001, 0.1, 0.03, np.array(jitter))
+    text = not_beyond_luck("6/4", -0.001, 0.1, 0.03, np.array(jitter))
     assert re.search(r"their single steps vary by (.*?),", text).group(1) == said
     assert "6/4 would take 0.0% less" in text
 
@@ -87,7 +87,7 @@ def test_jitter_is_said_from_the_calmest_to_the_most_restless_worker(jitter, sai
 def test_what_changes_from_round_to_round_is_behind_the_colon(gain, step_time):
     """The log says a kind once."""
     texts = (
-        costs_too_much((6, 4), gain, step_time, 200, 1.0, 0.1),
-        not_beyond_luck((6, 4), gain, step_time, 2 * gain, np.array([gain, 0.3])),
+        costs_too_much("6/4", gain, step_time, 200, 1.0, 0.1),
+        not_beyond_luck("6/4", gain, step_time, 2 * gain, np.array([gain, 0.3])),
     )
     assert all(kind(text) in (SHORT, DEAR, UNKNOWN) and "\n" not in text for text in texts)

@@ -25,7 +25,7 @@ def test_the_verdict_and_the_table_have_the_figures(seed):
     assert len(summary.rows) == 3
     for row, one in zip(summary.rows, figures.workers, strict=True):
         assert row[:2] == (str(one.rank), f"device {one.rank}")
-        assert row[2] == f"{one.size} ({100 * one.share:.0f} %)"
+        assert row[2] == f"{one.size:.0f} ({100 * one.share:.0f} %)"
         assert float(row[3]) == pytest.approx(one.rate, rel=1e-3)
         assert float(row[4].removesuffix(" ms")) == pytest.approx(one.compute * 1e3, rel=1e-3)
         waits, share = row[5].removesuffix(" %)").split(" ms (")
