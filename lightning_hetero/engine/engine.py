@@ -69,12 +69,16 @@ class HeteroEngine(EngineData):
             self.hook_state.require_weighting(weighted)
         if data.sampler is None:
             self.observer.begin_step(0, regular=False)
+            self.collectives.begin(data.own is not None)
             if data.own is None:
                 self.weighting.begin(1, self.world_size, batch)
                 return None
             self.weighting.begin_counted(data.own.rows_at(epoch, step), batch)
             return data.own.rows_at(epoch, step)
         share = data.sampler.step_at(epoch, step)
+        # a loop that fetches ahead may still hold an earlier batch of this epoch
+        held = self.weighting.trace.several and step > 0
+        self.collectives.begin(len(set(share.sizes)) != 1, held=held)
         own = share.sizes[self.control.rank] if share.sizes else share.counted
         if self.noise is not None:
             self.noise.begin_step(share.sizes or self._counted_noise())
@@ -148,6 +152,7 @@ class HeteroEngine(EngineData):
 
     def close(self) -> None:
         """Finish the run; check the last step's message on GPU, whose validation is asynchronous."""
+        self.collectives.end()
         self.health.close()
         self.hook_state.settle()
         if self.compression is not None:
