@@ -69,16 +69,17 @@ class HeteroEngine(EngineData):
             self.hook_state.require_weighting(weighted)
         if data.sampler is None:
             self.observer.begin_step(0, regular=False)
-            self.collectives.begin(data.own is not None)
             if data.own is None:
+                self.collectives.end()
                 self.weighting.begin(1, self.world_size, batch)
                 return None
+            self.collectives.begin(())
             self.weighting.begin_counted(data.own.rows_at(epoch, step), batch)
             return data.own.rows_at(epoch, step)
         share = data.sampler.step_at(epoch, step)
         # a loop that fetches ahead may still hold an earlier batch of this epoch
         held = self.weighting.trace.several and step > 0
-        self.collectives.begin(len(set(share.sizes)) != 1, held=held)
+        self.collectives.begin(share.sizes, held=held)
         own = share.sizes[self.control.rank] if share.sizes else share.counted
         if self.noise is not None:
             self.noise.begin_step(share.sizes or self._counted_noise())

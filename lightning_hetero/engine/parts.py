@@ -92,7 +92,8 @@ class EngineParts:
         self.rounds = SyncRounds(self.control, self.data, self.observer, diagnosis, watch)
         self.notices, self.position = Notices(rank == 0), (0, 0)
         in_backward = partial(getattr, self.hook_state, "backward_via_strategy")
-        self.collectives = ForeignCollectives(self.control, self.notices, self.observer, in_backward)
+        moves = config.policy != "even" and not config.fixes_split
+        self.collectives = ForeignCollectives(self.control, self.notices, self.observer, in_backward, moves=moves)
         if Slot.of(os.environ) is None:  # else its keeper watches it, and the others go on without it
             self.control.failures.begin(
                 job_store, self, lambda own: (*own.position, own.hook_state.backward_via_strategy)

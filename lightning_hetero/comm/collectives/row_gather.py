@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,12 @@ ENTRANCES = {  # files between a user's call and a wrapped method
     getattr(dist.all_gather_into_tensor, "__wrapped__").__code__.co_filename,  # noqa: B009 - of a decorator in 2.13
 }
 
+CURE = (
+    "Gather rows by self.all_gather(..., sync_grads=True) (Lightning), fabric.all_gather() or accelerator.gather(); or "
+    "turn off the gather of the library that calls it (gather_across_devices=False, gather_distributed=False); or set "
+    "policy='even' and drop_last=True."
+)
+
 _watching: "weakref.ref[ForeignCollectives] | None" = None
 
 
@@ -119,35 +125,46 @@ class ForeignCollectives:
     A gather of torch takes the tensors of all ranks to have one shape. If they have not, gloo ends the process and NCCL
     returns anything; so ranks compare shapes first. A reduction of means gives all ranks equal weights, which may be
     meant; it is named once. Calls by this package and by torch itself (synchronized batch normalization, sharded
-    models) know what they do. While sizes are equal, nothing is looked at.
+    models) know what they do. While sizes are equal, nothing is looked at, except in the first batch of a split that may move.
 
     Args:
         control: control plane that exchanges the shapes.
         notices: notices to the user.
         observer: timer of the steps, which knows the calls of this package's front ends.
         in_backward: returns whether a backward pass runs, whose collectives mirror those of its forward pass.
+        moves: whether the split may change.
     """
 
     def __init__(
-        self, control: ControlPlane, notices: Notices, observer: StepTimer, in_backward: Callable[[], bool]
+        self,
+        control: ControlPlane,
+        notices: Notices,
+        observer: StepTimer,
+        in_backward: Callable[[], bool],
+        *,
+        moves: bool,
     ) -> None:
         self._control, self._notices, self._observer, self._in_backward = control, notices, observer, in_backward
-        self._itself, self._thread, self._noticed = weakref.ref(self), 0, False
+        self._itself, self._thread = weakref.ref(self), 0
+        self._noticed: set[str] = set()
+        self._unequal, self._first, self._rows = False, moves, 0
         if control.world_size > 1:
             _wrap_collectives()
 
-    def begin(self, unequal: bool, *, held: bool = False) -> None:
-        """Begin a batch, whose size differs between ranks if it is ``unequal``; all ranks say the same.
+    def begin(self, sizes: Sequence[int], *, held: bool = False) -> None:
+        """Begin a batch; every rank has to say the same of it.
 
         Args:
-            unequal: whether sizes differ, or nobody knows.
+            sizes: samples of each rank; none if nobody knows.
             held: whether the loop may still hold batches from before.
         """
         global _watching
-        self._thread = threading.get_ident()
-        if unequal and self._control.world_size > 1:
-            _watching = self._itself
-        elif not held:
+        self._unequal = len(set(sizes)) != 1 or (held and self._unequal)
+        first = self._first and not self._unequal
+        self._first = self._first and not first
+        if self._control.world_size > 1 and (first or self._unequal):
+            _watching, self._thread, self._rows = self._itself, threading.get_ident(), sizes[0] if first else 0
+        else:
             self.end()
 
     def end(self) -> None:
@@ -169,23 +186,30 @@ class ForeignCollectives:
             return
         group, *given = args if isinstance(args[0], dist.ProcessGroup) else (args[-1], (), args[0])
         if "reduce" in name:
-            self._notice(name, place, given)
-        elif not (name == "all_to_all_single" and any(given[2:4])):  # which says how many rows go where
-            self._compare(name, place, group, given)
+            if self._unequal and self._observer.in_forward and any(map(torch.is_floating_point, _tensors(given))):
+                self._notice(
+                    name,
+                    f"{name}() at {place} runs in a step whose batches differ in size between ranks, and gives all "
+                    "ranks equal weights: of means over a batch it makes no mean over all samples. Reduce sums and "
+                    "numbers of rows and divide them, or set policy='even' and drop_last=True; leave it if it is meant.",
+                )
+        elif name == "all_to_all_single" and any(given[2:4]):
+            return  # it says how many rows go where
+        elif self._unequal:
+            self._compare(f"{name}() at {place}", group, given)
+        elif any(tensor.ndim and len(tensor) == self._rows for tensor in _tensors(given[1])):
+            self._notice(
+                name,
+                f"{name}() at {place} seems to gather the samples of a batch, and takes the batches of all ranks to be "
+                f"equal in size. As soon as they differ, it ends training. {CURE}",
+            )
 
-    def _notice(self, name: str, place: str, given: list[Any]) -> None:
-        """Name a reduction of a forward pass, unless it is one of counts."""
-        if self._noticed or not self._observer.in_forward or not any(map(torch.is_floating_point, _tensors(given))):
-            return
-        self._noticed = True
-        self._notices.say(
-            f"{name}() at {place} runs in a step whose batches differ in size between ranks, and gives all ranks equal "
-            "weights: of means over a batch it makes no mean over all samples. Reduce sums and numbers of rows and "
-            "divide them, or set policy='even' and drop_last=True; leave it if it is meant so.",
-            loses=True,
-        )
+    def _notice(self, name: str, text: str) -> None:
+        if name not in self._noticed:
+            self._noticed.add(name)
+            self._notices.say(text, loses=True)
 
-    def _compare(self, name: str, place: str, group: Any, given: list[Any]) -> None:
+    def _compare(self, call: str, group: Any, given: list[Any]) -> None:
         group = dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
         room, own = ([tuple(tensor.shape) for tensor in _tensors(part)] for part in given[:2])
         everyone: list[Any] = [None] * group.size()
@@ -197,15 +221,12 @@ class ForeignCollectives:
         shapes = [shape for shape, _ in everyone]
         if all(shape == shapes[0] for shape in shapes):
             return
-        fits = name == "all_gather" and all(room == sum(shapes, []) for _, room in everyone)
-        if fits and next(_tensors(given[1])).is_cuda:  # NCCL sends unequal tensors where there is room for each
-            return
+        if next(_tensors(given[1])).is_cuda and all(room == sum(shapes, []) for _, room in everyone):
+            return  # NCCL sends unequal tensors where there is room for each
         listing = ", ".join(f"rank {i}: {', '.join(map(str, map(list, shape)))}" for i, shape in enumerate(shapes))
         raise ValueError(
-            f"{name}() at {place} was given tensors of different shapes ({listing}), because the batches of the ranks "
-            "differ in size. Gather rows by self.all_gather(..., sync_grads=True) (Lightning), fabric.all_gather() or "
-            "accelerator.gather(); or turn off the gather of the library that calls it (gather_across_devices=False, "
-            "gather_distributed=False); or set policy='even' and drop_last=True."
+            f"{call} was given tensors of different shapes ({listing}), because the batches of the ranks differ in "
+            f"size. {CURE}"
         )
 
 
@@ -224,7 +245,7 @@ def _place_outside() -> str | None:
         frame = frame.f_back
     if frame is None or frame.f_code.co_filename.startswith((TORCH, OURS)):
         return None
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_qualname})"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
 @cache
@@ -247,7 +268,7 @@ def _asking(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
     def asking(*args: Any, **kwargs: Any) -> Any:
         watch = None if _watching is None else _watching()
-        if watch is not None and not torch._C._len_torch_dispatch_stack():  # else torch only traces
+        if watch is not None and not kwargs and not torch._C._len_torch_dispatch_stack():  # else torch only traces
             watch.see(name, args)
         return call(*args, **kwargs)
 
