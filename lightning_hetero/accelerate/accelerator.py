@@ -203,9 +203,8 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
     ) -> torch.nn.Module:
         """Prepare a model; with batch normalization, no rank gets a batch of one sample."""
         engine = self.engine
-        if engine is not None and not evaluation_mode:
-            if raise_minimum(engine, model):
-                self._session().reshard()
+        if engine is not None and not evaluation_mode and raise_minimum(engine, model):
+            self._session().reshard()
         prepared: torch.nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
         if isinstance(getattr(prepared, "_orig_mod", prepared), DistributedDataParallel) and engine is not None:
             self._session().watch(prepared)

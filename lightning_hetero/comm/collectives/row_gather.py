@@ -125,7 +125,8 @@ class ForeignCollectives:
     A gather of torch takes the tensors of all ranks to have one shape. If they have not, gloo ends the process and NCCL
     returns anything; so ranks compare shapes first. A reduction of means gives all ranks equal weights, which may be
     meant; it is named once. Calls by this package and by torch itself (synchronized batch normalization, sharded
-    models) know what they do. While sizes are equal, nothing is looked at, except in the first batch of a split that may move.
+    models) know what they do. While sizes are equal, nothing is looked at, except in the first batch of a split that
+    may move.
 
     Args:
         control: control plane that exchanges the shapes.
@@ -191,7 +192,7 @@ class ForeignCollectives:
                     name,
                     f"{name}() at {place} runs in a step whose batches differ in size between ranks, and gives all "
                     "ranks equal weights: of means over a batch it makes no mean over all samples. Reduce sums and "
-                    "numbers of rows and divide them, or set policy='even' and drop_last=True; leave it if it is meant.",
+                    "numbers of rows and divide them, or set policy='even' and drop_last=True, unless it is meant.",
                 )
         elif name == "all_to_all_single" and any(given[2:4]):
             return  # it says how many rows go where
