@@ -378,7 +378,8 @@ def _gathering(rank, name, sizes):
 
         model = GatheringModule()
         strategy = HeteroDDPStrategy(**settings, balance_evaluation=True)
-        trainer = trainer_of(strategy, 2, max_steps=2, limit_val_batches=int(len(set(sizes)) > 1))
+        validation = {"limit_val_batches": int(len(set(sizes)) > 1), "val_check_interval": 2, "num_sanity_val_steps": 0}
+        trainer = trainer_of(strategy, 2, max_steps=2, **validation)
         trainer.gathering = gathering = Gathering()
         trainer.fit(model, DataLoader(Points(SAMPLES), 5, shuffle=True), DataLoader(Points(SAMPLES), 5))
         assert len(set(sizes)) == 1 or model.validated
