@@ -356,7 +356,7 @@ class WeightRegularizerMixin:
 def arcface(z, net):
     """Products with the normalized weights of twice as many classes as samples."""
     classes = nn.functional.normalize(next(reversed(list(net.parameters())[:-1])))
-    return nn.functional.cross_entropy(nn.functional.normalize(z[:, :9]) @ classes.T, torch.arange(len(z)))
+    return nn.functional.cross_entropy(nn.functional.normalize(z[:, :9]) @ classes.T, torch.arange(len(z)) // 2)
 
 
 def uncertain(z, net):

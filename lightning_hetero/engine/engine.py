@@ -116,7 +116,7 @@ class HeteroEngine(EngineData):
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Weight the loss, as does :class:`~lightning_hetero.comm.gradients.loss_weighting.LossWeighting`."""
         self.health.see(loss, self.position, self.rows)
-        return self.weighting.scale(loss, self.excluded, self.accumulation)
+        return self.weighting.scale(loss, self.excluded)
 
     @contextmanager
     def backward(self) -> Iterator[None]:

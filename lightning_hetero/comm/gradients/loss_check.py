@@ -101,36 +101,33 @@ class LossCheck:
         if OTHER_ROWS not in self._notices.said and _has_other_rows(batch, planned):
             self._notices.say(OTHER_ROWS, loses=True)
 
-    def see(self, loss: torch.Tensor, handed: HandedOut, *, counted: bool = False, accumulation: int = 1) -> None:
+    def see(self, loss: torch.Tensor, handed: HandedOut, *, counted: bool = False) -> None:
         """Look at the graph of a loss, a few times in a run.
 
         Args:
             loss: the loss.
             handed: the batch that it came from.
             counted: whether the trainer counts labels itself, so that sums and ignored ones are right.
-            accumulation: number by which the trainer has divided the loss; 0 if it has not.
         """
         if not handed.rows or handed.beside is not None:
             return
         self._seen += 1
         if self._seen in LOOKS and loss.grad_fn is not None:
             with suppress(Exception):  # of a graph that torch describes otherwise, nothing is known
-                self._look(loss.grad_fn, handed.rows, counted, accumulation)
+                self._look(loss.grad_fn, handed.rows, counted)
 
     def see_model(self, model: torch.nn.Module) -> None:
         """Look for known losses over the own batch among the modules of a model, whose graphs do not tell."""
         if self._own_batch and any(map(_is_over_the_batch, model.modules())):
             self._notices.say(OWN_BATCH, loses=True)
 
-    def _look(self, root: Any, sizes: tuple[int, ...], counted: bool, accumulation: int) -> None:
+    def _look(self, root: Any, sizes: tuple[int, ...], counted: bool) -> None:
         own, total = sizes[0], sum(sizes)
         entropies = [
             (node, _saved(node, "target"))
             for node in _nodes(root)
             if _name(node) in ("NllLoss", "NllLoss2D") and node._saved_reduction == MEAN
         ]
-        if accumulation > 1 and _name(root) == "Div" and _number(root) == accumulation:
-            root = root.next_functions[0][0]
         found = {
             CLASS_WEIGHTS: any(_weights_classes(node) for node, _ in entropies),
             IGNORED_LABELS: not counted and self._ignores(entropies, own),
@@ -245,11 +242,12 @@ def _is_over_the_batch(module: torch.nn.Module) -> bool:
 def _is_sum(node: Any, own: int) -> bool:
     """Return whether a loss is a sum over rows, or consists of such sums only.
 
-    Who divides a sum, or multiplies it by a small number, makes it a mean.
+    Who divides by at least the number of rows makes it a mean; a smaller number is a factor, or that of accumulation.
     """
     name = _name(node)
     made = [one for one, _ in node.next_functions if one is not None]
-    if name in PASSED or (name == "Mul" and abs(_number(node)) >= 0.5):
+    scaled = (name == "Mul" and own * abs(_number(node)) > 1) or (name == "Div" and abs(_number(node)) < own)
+    if name in PASSED or scaled:
         return len(made) == 1 and _is_sum(made[0], own)
     if name in ("Add", "Sub"):
         return bool(made) and all(_is_sum(one, own) for one in made)
