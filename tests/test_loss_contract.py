@@ -7,6 +7,7 @@ those of the table in docs/what-gets-averaged.md.
 from functools import cache
 from itertools import islice
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from tests.helpers import Points, Regressor, run_ranks, trainer_of
+from tests.helpers import Points, Regressor, collected, run_ranks, trainer_of
 from tests.loops import SAMPLES, flat_grads, network
 
 SIZES, WINDOW = (7, 3), 3  # 73 samples: seven full batches and one of three, in the last window
@@ -63,10 +64,10 @@ def window_losses(kind, model, batches, everyone):
 class Front:
     """A front end of a user's own loop: a wrapped model, a loader, backward, and a sum over ranks."""
 
-    def __init__(self, name, kind, rank, **settings):
+    def __init__(self, name, kind, rank, raw=None, collate_fn=None, **settings):
         settings = {"local_batch_sizes": SIZES, **SETTINGS[kind], **settings}
-        raw = network()
-        self.loader = DataLoader(Points(SAMPLES), 5, shuffle=True)
+        raw = network() if raw is None else raw
+        self.loader = DataLoader(Points(SAMPLES), 5, shuffle=True, collate_fn=collate_fn)
         getattr(self, f"_{name}")(raw, rank, settings)
 
     def _accelerate(self, raw, rank, settings):
@@ -101,7 +102,8 @@ class Front:
         engine = HeteroEngine(HeteroConfig(**settings), rank=rank, world_size=2, device=torch.device("cpu"))
         self.session = session = HeteroSession(engine)
         stream = PermutationStream(SAMPLES, shuffle=True, seed=0)
-        loader = DataLoader(Points(SAMPLES), batch_sampler=session.shard(stream, batch_size=5))
+        sampler = session.shard(stream, batch_size=5)
+        loader = DataLoader(Points(SAMPLES), batch_sampler=sampler, collate_fn=self.loader.collate_fn)
         self.model = DistributedDataParallel(raw)
         self.model.register_comm_hook(engine.hook_state, gradient_hook)
         session.watch(self.model)
@@ -271,3 +273,228 @@ def test_losses_of_two_loaders_by_themselves_equal_one_process(name):
             mean(model, points.x[indices], points.y[indices]).backward()
         np.testing.assert_allclose(got, flat_grads(model), **EXACT)
         np.testing.assert_array_equal(got, same)
+
+
+# losses that need a setting
+
+
+class Heads(nn.Module):
+    """Fourteen features of each sample, twice as many as rank 0 has samples."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 14)).double()
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def entropy(ignored=0, **settings):
+    def loss(z, net):
+        labels = (z[:, 0].detach().abs() * 1000).long() % 14
+        labels[:ignored] = -100
+        return nn.functional.cross_entropy(z, labels, **settings)
+
+    return loss
+
+
+def causal(z, net):
+    """Each text has one label less than tokens, as language models are trained."""
+    labels = torch.tensor([[1, -100]] * len(z))
+    return nn.functional.cross_entropy(z.view(-1, 7), labels.flatten())
+
+
+def pairs(z):
+    return nn.functional.normalize(z[:, :6]), nn.functional.normalize(z[:, 6:12])
+
+
+def contrastive(z, net):
+    one, other = pairs(z)
+    return nn.functional.cross_entropy(one @ other.T / 0.1, torch.arange(len(z)))
+
+
+def two_views(z, net):
+    rows = torch.cat(pairs(z))
+    scores = rows @ rows.T - 1e9 * torch.eye(len(rows))
+    return scores.logsumexp(1).mean() - scores.diagonal(len(z)).mean()
+
+
+def gathered(z, net):
+    """Contrastive over the rows of both ranks; as many features as rank 0 has rows."""
+    others = torch.cat([z[:, 7:], z.new_ones(sum(SIZES) - len(z), 7)])
+    return nn.functional.cross_entropy(z[:, :7] @ others.T, torch.arange(len(z)))
+
+
+def cosent(z, net):
+    scores = (z[:, :6] * z[:, 6:12]).sum(1)
+    return torch.logsumexp(torch.cat([z.new_zeros(1), (scores[:, None] - scores[None]).flatten()]), 0)
+
+
+def barlow(z, net):
+    one, other = (part - part.mean(0) for part in pairs(z))
+    return (one.T @ other / len(z) - torch.eye(6)).square().sum()
+
+
+def dice(dims):
+    def loss(z, net):
+        inside, mask = z[:, :12].reshape(-1, 3, 2, 2).sigmoid(), torch.ones(len(z), 3, 2, 2)
+        return (1 - 2 * (inside * mask).sum(dims) / (inside + mask).sum(dims)).mean()
+
+    return loss
+
+
+def arcface(z, net):
+    """Products with the normalized weights of twice as many classes as samples."""
+    classes = nn.functional.normalize(next(reversed(list(net.parameters())[:-1])))
+    return nn.functional.cross_entropy(nn.functional.normalize(z[:, :9]) @ classes.T, torch.arange(len(z)))
+
+
+def uncertain(z, net):
+    """Losses of two tasks, weighted by their learned noise."""
+    noise = list(net.parameters())[1]
+    first, second = z[:, :6].square().mean(), z[:, 6:].abs().mean()
+    return first / (2 * noise[0] ** 2) + second * torch.exp(-noise[1]) + noise.square().sum().log()
+
+
+def focal(z, net):
+    each = entropy(reduction="none")(z, net)
+    return ((1 - torch.exp(-each)) ** 2 * each).mean()
+
+
+def distilled(z, net):
+    return nn.functional.kl_div((z / 2).log_softmax(1), torch.full_like(z, 1 / 14), reduction="batchmean") * 4
+
+
+def variational(z, net):
+    center, spread = z[:, :7], z[:, 7:]
+    return center.square().sum() - 0.5 * torch.sum(1 + spread - center**2 - spread.exp())
+
+
+def binary(reduction):
+    return lambda z, net: nn.functional.binary_cross_entropy(z.sigmoid(), torch.ones_like(z), reduction=reduction)
+
+
+WEIGHTS = torch.linspace(0.1, 1.0, 14, dtype=torch.float64)
+TOLD = {
+    "weight_fn": {
+        "class weights": entropy(weight=WEIGHTS),
+        "class weights in a sum of losses": lambda z, net: 0.5 * entropy(weight=WEIGHTS)(z, net) + z.mean(),
+        "ignored labels": entropy(ignored=2),
+    },
+    "loss_reduction": {
+        "entropy": entropy(reduction="sum"),
+        "squares": lambda z, net: 0.5 * (z - 1).square().sum(),
+        "binary": binary("sum"),
+        "variational": variational,
+    },
+    "min_local_batch_size": {
+        "contrastive": contrastive,
+        "contrastive of two views": two_views,
+        "CoSENT": cosent,
+        "Barlow Twins": barlow,
+        "Dice over the batch": dice((0, 2, 3)),
+        "Dice of all pixels": lambda z, net: 1 - 2 * z.sigmoid().sum() / (z.sigmoid().sum() + z.numel()),
+        "root of a mean": lambda z, net: z.square().mean().sqrt(),
+        "hardest samples": lambda z, net: z.square().mean(1).topk(len(z) // 2 + 1).values.mean(),
+    },
+    None: {
+        "entropy": entropy(),
+        "entropy, smoothed": entropy(label_smoothing=0.1),
+        "entropy, equal class weights": entropy(weight=torch.ones(14, dtype=torch.float64)),
+        "entropy, a mean of weighted rows": lambda z, net: entropy(weight=WEIGHTS, reduction="none")(z, net).mean(),
+        "entropy, summed and divided": lambda z, net: entropy(reduction="sum")(z, net) / len(z),
+        "squares": lambda z, net: nn.functional.mse_loss(z, torch.ones_like(z)),
+        "squares, summed and divided": lambda z, net: (z - 1).square().sum() * (1 / z.numel()),
+        "squares, masked by hand": lambda z, net: ((z - 1).square() * (z > 0)).sum() / (z > 0).sum(),
+        "squares, features summed": lambda z, net: (z - 1).square().sum(1).mean(),
+        "squares, and weights": lambda z, net: z.square().mean() + sum(p.square().sum() for p in net.parameters()),
+        "roots of rows": lambda z, net: z.square().mean(1).sqrt().mean(),
+        "roots, row by row": lambda z, net: sum(row.square().mean().sqrt() for row in z) / len(z),
+        "binary": binary("mean"),
+        "causal": causal,
+        "gathered": gathered,
+        "ArcFace": arcface,
+        "uncertain": uncertain,
+        "focal": focal,
+        "distilled": distilled,
+        "Dice": dice((2, 3)),
+        "pairs": lambda z, net: nn.functional.cosine_embedding_loss(*pairs(z), z.new_ones(len(z))),
+        "triplets": lambda z, net: nn.functional.triplet_margin_loss(z[:, :4], z[:, 4:8], z[:, 8:12]),
+    },
+}
+TABLE = [(setting, name) for setting, losses in TOLD.items() for name in losses]
+SILENCED = (
+    {"weight_fn": len},
+    {"loss_reduction": "sum"},
+    {"local_batch_sizes": (5, 5)},
+    {"local_batch_sizes": None, "policy": "even"},
+)
+
+
+def drop(rows):
+    """Leave out broken files."""
+    return torch.utils.data.default_collate([row for row in rows if row[2] % 5])
+
+
+class Stepping(L.LightningModule):
+    def __init__(self, net, loss):
+        super().__init__()
+        self.net, self.loss = net, loss
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(self.net(batch[0]), self.net)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def _told(rank, front_end, cases):
+    """What a run with each loss says of settings, in one process group."""
+    results = []
+    for loss, collate_fn, settings in cases:
+        lines, net = collected(), Heads()
+        if front_end == "lightning":
+            from lightning_hetero import HeteroDDPStrategy
+
+            strategy = HeteroDDPStrategy(**{"local_batch_sizes": SIZES, **settings})
+            loader = DataLoader(Points(SAMPLES), 5, shuffle=True, collate_fn=collate_fn)
+            trainer_of(strategy, 2, max_epochs=1, accumulate_grad_batches=2).fit(Stepping(net, loss), loader)
+        else:
+            front = Front(front_end, "mean", rank, net, collate_fn, **settings)
+            for batch in front.loader:
+                front.backward(loss(front.model(batch[0]), net))
+        results.append([name for line in lines for name in TOLD if name is not None and f"{name}=" in line])
+    return results
+
+
+def told(front_end, *cases):
+    """The settings that rank 0 names in each run; other ranks say nothing."""
+    (first, *others) = run_ranks(_told, 2, front_end, cases, env={"OMP_NUM_THREADS": "1"})
+    assert all(not any(results) for results in others)
+    return first
+
+
+@cache
+def table():
+    return dict(zip(TABLE, told("plain", *((TOLD[setting][name], None, {}) for setting, name in TABLE)), strict=True))
+
+
+@pytest.mark.parametrize(("setting", "name"), TABLE, ids=lambda value: str(value).replace(" ", "-"))
+def test_a_loss_that_the_weights_do_not_fit_is_named_with_its_setting_and_no_other(setting, name):
+    assert table()[setting, name].count(setting) == (setting is not None)
+    assert set(table()[setting, name]) <= {setting, "weight_fn"} if setting else not table()[setting, name]
+
+
+@pytest.mark.parametrize("front_end", FETCHED)
+def test_every_front_end_names_losses_and_dropped_rows_once(front_end):
+    chosen = (("weight_fn", "class weights"), ("loss_reduction", "squares"), ("min_local_batch_size", "contrastive"))
+    cases = [(TOLD[setting][name], None) for setting, name in (*chosen, (None, "causal"))]
+    said = told(front_end, *((loss, collate_fn, {}) for loss, collate_fn in [*cases, (entropy(), drop)]))
+    assert said == [["weight_fn"], ["loss_reduction"], ["min_local_batch_size"], [], ["weight_fn"]]
+
+
+def test_nothing_is_said_where_the_user_has_decided_or_sizes_never_differ():
+    losses = [TOLD["weight_fn"]["class weights"], TOLD["loss_reduction"]["squares"], contrastive]
+    cases = [(loss, drop, settings) for settings in SILENCED for loss in losses]
+    assert told("plain", *cases) == [[]] * len(cases)

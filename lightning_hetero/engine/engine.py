@@ -109,7 +109,7 @@ class HeteroEngine(EngineData):
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Weight the loss, as does :class:`~lightning_hetero.comm.gradients.loss_weighting.LossWeighting`."""
         self.health.see(loss, self.position)
-        return self.weighting.scale(loss, self.excluded)
+        return self.weighting.scale(loss, self.excluded, self.accumulation)
 
     @contextmanager
     def backward(self) -> Iterator[None]:

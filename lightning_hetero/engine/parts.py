@@ -77,7 +77,8 @@ class EngineParts:
         topology = Topology.form(config.hierarchy, self.control, timeout)
         self.hook_state = HookState(self.observer, world_size, topology=topology)
         self.compression = GradientCompression.of(config, self.control, self.hook_state)
-        self.weighting = LossWeighting(config, world_size, device)
+        self.notices, self.position = Notices(rank == 0), (0, 0)
+        self.weighting = LossWeighting(config, world_size, device, self.notices)
         self.health = Health(config.on_nonfinite, self.control, self.hook_state, self.observer.clock)
         self.noise: NoiseCollector | None = None
         self.noise_scale: Callable[[], RunningNoiseScale | None] = lambda: None
@@ -87,7 +88,6 @@ class EngineParts:
         diagnosis = LinkDiagnosis(config, rank, self.hook_state)
         watch = RunWatch(rank, world_size, device, records=bool(config.report))
         self.rounds = SyncRounds(self.control, self.data, self.observer, diagnosis, watch)
-        self.notices, self.position = Notices(rank == 0), (0, 0)
         if Slot.of(os.environ) is None:  # else its keeper watches it, and the others go on without it
             self.control.failures.begin(
                 job_store, self, lambda own: (*own.position, own.hook_state.backward_via_strategy)

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_hetero.transformers import HeteroTrainer, hetero_trainer
 from lightning_hetero.transformers.accelerator import LabelCount
 from lightning_hetero.transformers.trainer import _share_of
-from tests.helpers import run_ranks
+from tests.helpers import collected, run_ranks
 from tests.transformers.runs import Rows, arguments, bert, labelled, llama, of, padded, texts, trained
 
 Trainer = transformers.Trainer
@@ -151,8 +151,16 @@ RUNS = {
 }
 
 
+def told(run):
+    """What a run returns, and its warnings of losses that need a setting."""
+    lines = collected()
+    result = run()
+    names = ("weight_fn", "loss_reduction", "min_local_batch_size")
+    return {**result, "told": [name for line in lines for name in names if name in line]}
+
+
 def all_of(rank, names):
-    return {name: RUNS[name]() for name in names}
+    return {name: told(RUNS[name]) for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +180,21 @@ def test_equals_one_process(both, name):
     assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)
     assert abs(two["weights"] - one["weights"]).max() < 1e-6
     assert two["plans"] == [(0, 8) if name == "a_rank_without_share" else (2, 6)]
+    assert two["told"] == []
+
+
+def test_class_weights_in_a_loss_of_ones_own_are_named():
+    class Weighted(Trainer):
+        def compute_loss(self, model, inputs, **kwargs):
+            weight = torch.tensor([1.0, 2.0, 4.0])
+            return nn.functional.cross_entropy(model(inputs["input_ids"]).logits, inputs["labels"], weight=weight)
+
+    def run(rank):
+        return told(lambda: trained(of(Weighted)(model=bert(), args=arguments(8, (2, 6)), train_dataset=labelled())))[
+            "told"
+        ]
+
+    assert run_ranks(run, 2) == [["weight_fn"], []]
 
 
 def test_bf16_differs_by_its_rounding():

@@ -12,7 +12,9 @@ from typing import Any, SupportsFloat
 import torch
 import torch.distributed as dist
 
+from lightning_hetero.comm.agreement.notices import Notices
 from lightning_hetero.comm.gradients.batch_trace import BatchTrace, HandedOut, LoaderPass, tensors_in
+from lightning_hetero.comm.gradients.loss_check import LossCheck
 from lightning_hetero.config import HeteroConfig
 
 __all__ = ["LossWeighting"]
@@ -32,6 +34,7 @@ class LossWeighting:
         config: settings, of which ``loss_reduction`` and ``weight_fn`` are used.
         world_size: number of ranks.
         device: device on which counts are summed.
+        notices: notices to the user, of losses that need a setting.
 
     Example:
         >>> weighting = LossWeighting(HeteroConfig(), world_size=2, device=torch.device("cpu"))
@@ -40,12 +43,15 @@ class LossWeighting:
         1.5
     """
 
-    def __init__(self, config: HeteroConfig, world_size: int, device: torch.device) -> None:
+    def __init__(
+        self, config: HeteroConfig, world_size: int, device: torch.device, notices: Notices | None = None
+    ) -> None:
         self.config, self.world_size, self.device = config, world_size, device
         self.trace = BatchTrace(check=self._check_arguments if world_size > 1 else None)
         self._newest: HandedOut | None = None
         self._counted = False
         self._weight_fn = config.weight_fn
+        self._check = LossCheck.of(config, world_size, notices)
 
     def hold_several(self) -> None:
         """Assign losses to batches by tracing, because the loop may hold several batches at once."""
@@ -78,6 +84,8 @@ class LossWeighting:
             weight, key = 1.0 if own else 0.0, tuple(size > 0 for size in sizes)
         else:
             weight, key = self.world_size * own / total, self._shares(sizes)
+            if self._check is not None and own and sizes:
+                self._check.see_batch(batch, own)
         self._hand_out(batch, HandedOut(weight, key, tuple(sizes), idle=not own))
 
     def begin_counted(self, own: int, batch: Any) -> None:
@@ -155,23 +163,29 @@ class LossWeighting:
         """
         return _number(self.trace.select(batch).weight)
 
-    def scale(self, loss: torch.Tensor, waiting: Callable[[], Any] = nullcontext) -> torch.Tensor:
+    def scale(
+        self, loss: torch.Tensor, waiting: Callable[[], Any] = nullcontext, accumulation: int = 1
+    ) -> torch.Tensor:
         """Return the weighted loss; the very same tensor if the weight is 1.
 
         Args:
             loss: the loss.
             waiting: makes a context for a wait for other ranks.
+            accumulation: number by which the trainer has divided the loss.
 
         Raises:
             RuntimeError: if the loss may belong to batches of different weights.
         """
         if not self.waits:
-            return self._scaled(loss)
+            return self._scaled(loss, accumulation)
         with waiting():
-            return self._scaled(loss)
+            return self._scaled(loss, accumulation)
 
-    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+    def _scaled(self, loss: torch.Tensor, accumulation: int) -> torch.Tensor:
         handed = self.trace.of(loss) if self.trace.several else self._newest
+        if self._check is not None and handed is not None:
+            divided = 0 if self.trace.several else accumulation  # a loop of one's own divides as it likes
+            self._check.see(loss, handed, counted=self._weight_fn is not None, accumulation=divided)
         weight = 1.0 if handed is None else _number(handed.weight)
         if isinstance(weight, torch.Tensor):
             weight = weight.to(loss.dtype)

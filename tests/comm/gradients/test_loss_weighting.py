@@ -5,7 +5,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
+from lightning_hetero.comm.agreement.notices import Notices
 from lightning_hetero.comm.gradients.loss_weighting import LossWeighting
 from lightning_hetero.config import HeteroConfig
 from tests.helpers import run_ranks
@@ -195,3 +197,43 @@ def test_counts_of_a_front_end_go_behind_the_settings():
         assert weighting.trace.check is None
     weighting.begin(3, 8, None, (3, 5))
     assert float(weighting.scale(torch.tensor(2.0))) == 2.0
+
+
+SIX, FIVE = torch.ones(6, 3), torch.ones(5, 3)
+ARRIVED = {
+    "as planned": ([SIX, SIX[:, 0]], False),
+    "two views": ([torch.cat([SIX, SIX]), SIX[:, 0]], False),
+    "sequence first": ([torch.ones(4, 6, 3), torch.ones(4, 6)], False),
+    "images of different sizes": ([[torch.ones(3, size, size) for size in range(4, 10)], [{}] * 6], False),
+    "graphs": ([torch.ones(40, 3), torch.ones(2, 90), SIX[:, 0]], False),
+    "nothing to count": ({"texts": "one", "scale": torch.tensor(2.0)}, False),
+    "dropped": ([FIVE, FIVE[:, 0]], True),
+    "dropped, by names": ({"inputs": FIVE, "labels": FIVE[:, 0]}, True),
+    "packed": ({"input_ids": torch.ones(1, 40), "labels": torch.ones(1, 40)}, True),
+}
+
+
+@pytest.mark.parametrize("kind", ARRIVED)
+def test_a_batch_of_other_rows_than_planned_is_named_once(kind):
+    batch, expected = ARRIVED[kind]
+    notices = Notices(speaks=True)
+    weighting = LossWeighting(HeteroConfig(), 2, CPU, notices)
+    for _ in range(2):
+        weighting.begin(6, 8, batch, (6, 2))
+    assert ["weight_fn" in line for line in notices.said] == [True] * expected
+
+
+def test_to_name_a_loss_never_runs_a_checkpointed_forward_pass_again():
+    """It may have collectives, and other ranks would not take part in them."""
+    forwards = []
+
+    def loss(x):
+        forwards.append(x)
+        return torch.nn.functional.cross_entropy(x, torch.tensor([0, 1]), weight=torch.tensor([0.2, 0.8]))
+
+    weighting = LossWeighting(HeteroConfig(), 2, CPU, Notices(speaks=True))
+    weighting.begin(2, 3, None, (2, 1))
+    weighted = weighting.scale(checkpoint(loss, torch.zeros(2, 2, requires_grad=True), use_reentrant=False))
+    assert len(forwards) == 1
+    weighted.backward()
+    assert len(forwards) == 2
