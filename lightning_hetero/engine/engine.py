@@ -106,10 +106,15 @@ class HeteroEngine(EngineData):
             return None if self.data.own is None else self.data.own.rows_at(*self.position)
         return self.sampler.step_at(*self.position).own(self.rank)
 
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Weight the loss, as does :class:`~lightning_hetero.comm.gradients.loss_weighting.LossWeighting`."""
+    def scale_loss(self, loss: torch.Tensor, *, accumulation: int = 0) -> torch.Tensor:
+        """Weight the loss, as does :class:`~lightning_hetero.comm.gradients.loss_weighting.LossWeighting`.
+
+        Args:
+            loss: the loss.
+            accumulation: number by which the trainer has divided it; 0 if it has not.
+        """
         self.health.see(loss, self.position)
-        return self.weighting.scale(loss, self.excluded, self.accumulation)
+        return self.weighting.scale(loss, self.excluded, accumulation)
 
     @contextmanager
     def backward(self) -> Iterator[None]:

@@ -97,7 +97,7 @@ class LossCheck:
         if OTHER_ROWS not in self._notices.said and _has_other_rows(batch, planned):
             self._notices.say(OTHER_ROWS, loses=True)
 
-    def see(self, loss: torch.Tensor, handed: HandedOut, *, counted: bool = False, accumulation: int = 1) -> None:
+    def see(self, loss: torch.Tensor, handed: HandedOut, *, counted: bool = False, accumulation: int = 0) -> None:
         """Look at the graph of a loss, a few times in a run.
 
         Args:

@@ -164,14 +164,14 @@ class LossWeighting:
         return _number(self.trace.select(batch).weight)
 
     def scale(
-        self, loss: torch.Tensor, waiting: Callable[[], Any] = nullcontext, accumulation: int = 1
+        self, loss: torch.Tensor, waiting: Callable[[], Any] = nullcontext, accumulation: int = 0
     ) -> torch.Tensor:
         """Return the weighted loss; the very same tensor if the weight is 1.
 
         Args:
             loss: the loss.
             waiting: makes a context for a wait for other ranks.
-            accumulation: number by which the trainer has divided the loss.
+            accumulation: number by which the trainer has divided the loss; 0 if it has not.
 
         Raises:
             RuntimeError: if the loss may belong to batches of different weights.
@@ -184,8 +184,7 @@ class LossWeighting:
     def _scaled(self, loss: torch.Tensor, accumulation: int) -> torch.Tensor:
         handed = self.trace.of(loss) if self.trace.several else self._newest
         if self._check is not None and handed is not None:
-            divided = 0 if self.trace.several else accumulation  # a loop of one's own divides as it likes
-            self._check.see(loss, handed, counted=self._weight_fn is not None, accumulation=divided)
+            self._check.see(loss, handed, counted=self._weight_fn is not None, accumulation=accumulation)
         weight = 1.0 if handed is None else _number(handed.weight)
         if isinstance(weight, torch.Tensor):
             weight = weight.to(loss.dtype)

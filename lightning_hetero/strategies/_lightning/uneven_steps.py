@@ -200,7 +200,9 @@ class UnevenStepsMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, Ending
     ) -> torch.Tensor:
         """Weight the loss by this rank's share of the batch, then run backward."""
         assert self.engine is not None
-        loss = self.engine.scale_loss(closure_loss)
+        assert self.lightning_module is not None
+        divided = self.lightning_module.trainer.accumulate_grad_batches
+        loss = self.engine.scale_loss(closure_loss, accumulation=divided)
         with self.engine.backward():
             result: torch.Tensor = super().backward(loss, optimizer, *args, **kwargs)
         return result
