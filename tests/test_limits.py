@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
@@ -498,15 +499,15 @@ def all_gather():
     assert [len(rows) for rows in results[1]["extra"]] == [4, 4, 3] * 2
 
 
-class SelfGathering(nn.Module):
-    gather_distributed = True
+class SelfGathering(Model):
+    def training_step(self, batch, batch_idx):
+        dist.all_gather([torch.zeros_like(batch[0]) for _ in range(2)], batch[0])
+        return super().training_step(batch, batch_idx)
 
 
-@case("a loss with `gather_distributed=True`")
+@case("a loss that gathers over ranks by itself")
 def own_gather():
-    model = Model()
-    model.criterion = SelfGathering()
-    refused(r"criterion.*self\.all_gather", model=model)
+    refused(r"all_gather\(\).*policy='even'", ("ValueError",), model=SelfGathering())
 
 
 @case("`IterableDataset`")

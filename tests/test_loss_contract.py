@@ -4,12 +4,18 @@ Gradients of every window are compared with one process on the same global batch
 those of the table in docs/what-gets-averaged.md.
 """
 
+import logging
+import warnings
 from functools import cache
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.nn.functional
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -271,3 +277,146 @@ def test_losses_of_two_loaders_by_themselves_equal_one_process(name):
             mean(model, points.x[indices], points.y[indices]).backward()
         np.testing.assert_allclose(got, flat_grads(model), **EXACT)
         np.testing.assert_array_equal(got, same)
+
+
+# collectives that a loss calls by itself
+
+
+def _all_gather(rows):
+    parts = [torch.zeros_like(rows) for _ in range(2)]
+    dist.all_gather(parts, rows.detach())
+    return torch.cat(parts)
+
+
+def _into_tensor(rows):
+    everyone = rows.new_zeros(2 * len(rows), *rows.shape[1:])
+    dist.all_gather_into_tensor(everyone, rows.detach())
+    return everyone
+
+
+def _gather(rows):
+    parts = [torch.zeros_like(rows) for _ in range(2)] if dist.get_rank() == 0 else None
+    dist.gather(rows.detach(), parts)
+    return torch.cat(parts or [rows.detach(), rows.detach()])
+
+
+def _all_to_all_single(rows):
+    everyone = rows.new_zeros(2 * len(rows), *rows.shape[1:])
+    dist.all_to_all_single(everyone, torch.cat([rows, rows]).detach())
+    return everyone
+
+
+GATHERS = {
+    "all_gather": _all_gather,
+    "all_gather_into_tensor": _into_tensor,
+    "gather": _gather,
+    "all_to_all_single": _all_to_all_single,
+    "all_gather_tensor": lambda rows: functional.all_gather_tensor(rows.detach(), 0, dist.group.WORLD) + 0,
+    "all_gather_tensor with gradients": lambda rows: functional.all_gather_tensor_autograd(rows, 0, [0, 1]) + 0,
+    "all_gather with gradients": lambda rows: torch.cat(dist.nn.functional.all_gather(rows)),
+    "all_gather of a part": lambda rows: torch.cat(dist.nn.functional.all_gather(rows, group=PAIR[0])),
+}
+PAIR = []
+
+
+class Gathering:
+    """A loss that calls each gather of torch and a sum of means; ``found`` holds what came of it, by step."""
+
+    def __init__(self):
+        self.found = []
+
+    def __call__(self, model, batch):
+        if not PAIR:
+            PAIR.append(dist.new_group([0, 1]))
+        output, found = model(batch[0]), {}
+        loss, equal = mean(model, *batch[:2]), False
+        for name, gather in GATHERS.items():
+            try:
+                everyone = gather(output)
+            except ValueError as error:
+                found[name] = str(error)
+            else:
+                found[name], equal = everyone.detach().numpy(), True
+        if equal:
+            loss = nn.functional.mse_loss(everyone, _all_gather(batch[1]))
+        dist.all_reduce(output.mean().detach())
+        self.found.append((output.detach().numpy(), found))
+        return loss
+
+
+class GatheringModule(Losses):
+    def __init__(self):
+        super().__init__("mean")
+        self.validated = []
+
+    def training_step(self, batch, batch_idx):
+        self.indices = batch[2].tolist()
+        return self.trainer.gathering(self, batch)
+
+    def validation_step(self, batch, batch_idx):
+        with pytest.raises(ValueError, match="all_gather") as error:
+            _all_gather(batch[0])
+        self.validated.append(str(error.value))
+
+
+class Warnings(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.texts = []
+        logging.getLogger("lightning_hetero").addHandler(self)
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def _gathering(rank, name, sizes):
+    """What two steps found, their gradients and samples, and the warnings."""
+    warnings.simplefilter("ignore", FutureWarning)
+    warned, settings = Warnings(), {"local_batch_sizes": sizes}
+    if name == "lightning":
+        from lightning_hetero import HeteroDDPStrategy
+
+        model = GatheringModule()
+        strategy = HeteroDDPStrategy(**settings, balance_evaluation=True)
+        validation = {"limit_val_batches": int(len(set(sizes)) > 1), "val_check_interval": 2, "num_sanity_val_steps": 0}
+        trainer = trainer_of(strategy, 2, max_steps=2, **validation)
+        trainer.gathering = gathering = Gathering()
+        trainer.fit(model, DataLoader(Points(SAMPLES), 5, shuffle=True), DataLoader(Points(SAMPLES), 5))
+        assert len(set(sizes)) == 1 or model.validated
+        return gathering.found, model.steps, warned.texts
+    front, steps = Front(name, "mean", rank, **settings), []
+    gathering = Gathering()
+    for batch in islice(iter(front.loader), 2):
+        front.model.zero_grad()
+        front.backward(gathering(front.model, batch))
+        steps.append((flat_grads(front.model), [batch[2].tolist()]))
+    return gathering.found, steps, warned.texts
+
+
+@pytest.mark.parametrize("name", FETCHED)
+def test_a_gather_of_unequal_batches_by_the_loss_is_an_error_on_every_rank(name):
+    """Also in a validation with unequal shares; a sum over ranks is named once, on one rank."""
+    first, second = run_ranks(_gathering, 2, name, SIZES)
+    for (_, found), (_, same) in zip(first[0], second[0], strict=True):
+        assert found == same
+        assert set(found) == set(GATHERS)
+        for called, text in found.items():
+            assert f"{called.split()[0]}()" in text
+            assert Path(__file__).name in text
+            assert "policy='even'" in text
+    assert len(first[0]) == 2
+    assert ["all_reduce()" in text and Path(__file__).name in text for text in first[2]] == [True]
+    assert second[2] == []
+
+
+@pytest.mark.parametrize("name", FETCHED)
+def test_a_gather_of_equal_batches_by_the_loss_is_that_of_torch(name):
+    ranks = run_ranks(_gathering, 2, name, (4, 4))
+    for (one, found), (other, _) in zip(*(rank[0] for rank in ranks), strict=True):
+        assert set(found) == set(GATHERS)
+        for called in set(found) - {"all_to_all_single"}:
+            np.testing.assert_array_equal(found[called], np.concatenate([one, other]))
+    steps = [[first[0] + second[0]] for (_, first), (_, second) in zip(*(rank[1] for rank in ranks), strict=True)]
+    for _, got, warned in ranks:
+        np.testing.assert_allclose(np.stack([grads for grads, _ in got]), reference("mean", steps), **EXACT)
+        assert warned == []

@@ -23,7 +23,6 @@ from lightning_hetero.accelerate.loaders import (
     unsupported_reason,
 )
 from lightning_hetero.accelerate.plugin import HeteroPlugin, check_accelerator, switched_on
-from lightning_hetero.comm.collectives.row_gather import refuse_own_gather
 from lightning_hetero.comm.timing.step_timer import StepTimer
 from lightning_hetero.data.streams.loaders import is_stream
 from lightning_hetero.engine import HeteroEngine
@@ -204,10 +203,8 @@ class HeteroAccelerator(CollectivesAccelerator, CheckpointAccelerator):
     ) -> torch.nn.Module:
         """Prepare a model; with batch normalization, no rank gets a batch of one sample."""
         engine = self.engine
-        if engine is not None and not evaluation_mode:
-            refuse_own_gather(model, engine.world_size, engine.config.policy)
-            if raise_minimum(engine, model):
-                self._session().reshard()
+        if engine is not None and not evaluation_mode and raise_minimum(engine, model):
+            self._session().reshard()
         prepared: torch.nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
         if isinstance(getattr(prepared, "_orig_mod", prepared), DistributedDataParallel) and engine is not None:
             self._session().watch(prepared)

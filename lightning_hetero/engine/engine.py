@@ -70,11 +70,16 @@ class HeteroEngine(EngineData):
         if data.sampler is None:
             self.observer.begin_step(0, regular=False)
             if data.own is None:
+                self.collectives.end()
                 self.weighting.begin(1, self.world_size, batch)
                 return None
+            self.collectives.begin(())
             self.weighting.begin_counted(data.own.rows_at(epoch, step), batch)
             return data.own.rows_at(epoch, step)
         share = data.sampler.step_at(epoch, step)
+        # a loop that fetches ahead may still hold an earlier batch of this epoch
+        held = self.weighting.trace.several and step > 0
+        self.collectives.begin(share.sizes, held=held)
         own = share.sizes[self.control.rank] if share.sizes else share.counted
         if self.noise is not None:
             self.noise.begin_step(share.sizes or self._counted_noise())
@@ -148,6 +153,7 @@ class HeteroEngine(EngineData):
 
     def close(self) -> None:
         """Finish the run; check the last step's message on GPU, whose validation is asynchronous."""
+        self.collectives.end()
         self.health.close()
         self.hook_state.settle()
         if self.compression is not None:

@@ -4,6 +4,7 @@ import os
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.agreement.notices import Notices
 from lightning_hetero.comm.agreement.workers import Workers
+from lightning_hetero.comm.collectives.row_gather import ForeignCollectives
 from lightning_hetero.comm.collectives.topology import Topology
 from lightning_hetero.comm.compressors.manager import GradientCompression
 from lightning_hetero.comm.gradients.ddp_hook import HookState
@@ -55,6 +57,7 @@ class EngineParts:
         data: training data, and the plans by which it is split.
         rounds: sync rounds, in which ranks agree on plans.
         notices: notices to the user, each given once, on rank 0.
+        collectives: watch over collectives that a model or a loss calls by itself.
         position: epoch and step of the running batch.
     """
 
@@ -88,6 +91,9 @@ class EngineParts:
         watch = RunWatch(rank, world_size, device, records=bool(config.report))
         self.rounds = SyncRounds(self.control, self.data, self.observer, diagnosis, watch)
         self.notices, self.position = Notices(rank == 0), (0, 0)
+        in_backward = partial(getattr, self.hook_state, "backward_via_strategy")
+        moves = config.policy != "even" and not config.fixes_split
+        self.collectives = ForeignCollectives(self.control, self.notices, self.observer, in_backward, moves=moves)
         if Slot.of(os.environ) is None:  # else its keeper watches it, and the others go on without it
             self.control.failures.begin(
                 job_store, self, lambda own: (*own.position, own.hook_state.backward_via_strategy)

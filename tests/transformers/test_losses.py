@@ -241,3 +241,19 @@ def test_a_share_of_the_items():
 
 def test_losses_are_finite(both):
     assert all(math.isfinite(loss) for run in both[1].values() for loss in run["losses"])
+
+
+def gathering(outputs, labels, num_items_in_batch=None):
+    rows = outputs["logits"][:, 0].detach()
+    torch.distributed.all_gather([torch.zeros_like(rows) for _ in range(2)], rows.contiguous())
+    return tokens_of(outputs, labels, "mean")
+
+
+def _gathers(rank):
+    return language_model(loss=gathering)
+
+
+def test_a_loss_that_gathers_by_itself_is_an_error_on_every_rank():
+    errors = run_ranks(_gathers, 2, expect_errors=True)
+    assert [(rank, kind) for rank, kind, _ in errors] == [(0, "ValueError"), (1, "ValueError")]
+    assert all("all_gather()" in text and "gather_across_devices" in text for *_, text in errors)

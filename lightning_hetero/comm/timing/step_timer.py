@@ -168,6 +168,16 @@ class StepTimer:
             self._excluding = False
             batch.excluded.append((begin, self.clock.mark()))
 
+    @property
+    def excluding(self) -> bool:
+        """``True`` inside :meth:`excluded`."""
+        return self._excluding
+
+    @property
+    def in_forward(self) -> bool:
+        """``True`` from the begin of a micro-batch until its first backward pass."""
+        return self._batch is not None and not self._batch.backwards
+
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Count a collective of a sharded model as synchronization, in the forward or in the backward pass.

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_hetero.comm.collectives.row_gather import refuse_own_gather
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.frontend.collectives import gather_unequal, not_computing
@@ -100,7 +99,6 @@ class HeteroFabricMixin(FabricCheckpointMixin, WholeFilesMixin):
         if session is None:
             return super().setup_module(module)
         engine = session.engine
-        refuse_own_gather(module, engine.world_size, self.config.policy)
         if raise_minimum(engine, module):
             session.reshard()
         self._models.append(module)

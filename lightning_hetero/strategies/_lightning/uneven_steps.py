@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_hetero.comm.agreement.group_lifetime import go_on
-from lightning_hetero.comm.collectives.row_gather import refuse_own_gather
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry
 from lightning_hetero.engine import HeteroEngine
@@ -161,10 +160,10 @@ class UnevenStepsMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, Ending
         self._share_signals()
 
     def _check_module(self, engine: HeteroEngine) -> None:
-        """Refuse a module whose batches cannot be unequal, and find its smallest batch.
+        """Refuse a module that draws batches by itself, and find its smallest batch.
 
         Raises:
-            MisconfigurationException: if it draws batches by itself, or its loss gathers equal batches over ranks.
+            MisconfigurationException: if it draws batches by itself.
         """
         module = self._pl_module
         if "dataloader_iter" in inspect.signature(module.training_step).parameters:
@@ -172,7 +171,6 @@ class UnevenStepsMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, Ending
                 "training_step(dataloader_iter) draws batches by itself, so that their samples cannot be counted. "
                 "Take `batch` in training_step, or use strategy='ddp'."
             )
-        refuse_own_gather(module, engine.world_size, self.config.policy, self._misconfiguration)
         raise_minimum(engine, module)
 
     def on_train_start(self) -> None:

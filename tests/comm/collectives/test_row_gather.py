@@ -7,7 +7,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_hetero.comm.collectives.row_gather import refuse_own_gather
 from tests.helpers import Points, Regressor, run_ranks, trainer_of
 from tests.loops import SAMPLES, flat_grads, network
 
@@ -206,46 +205,3 @@ def test_accelerators_gather_after_a_pass():
     for everyone, _, equal in results:
         assert sorted(everyone) == list(range(SAMPLES))
         assert equal == {"rank": [0, 1], "number": [0, 1]}
-
-
-# losses that gather by themselves
-
-
-class SelfGathering(nn.Module):
-    def __init__(self, gather_distributed=True):
-        super().__init__()
-        self.gather_distributed = gather_distributed
-
-
-def test_a_loss_that_gathers_by_itself_is_named():
-    model = nn.ModuleDict({"net": nn.Linear(1, 1), "criterion": SelfGathering()})
-    with pytest.raises(ValueError, match=r"criterion \(SelfGathering\) has gather_distributed=True"):
-        refuse_own_gather(model, 2, None)
-    refuse_own_gather(model, 1, None)
-    refuse_own_gather(model, 2, "even")
-    refuse_own_gather(nn.ModuleDict({"net": nn.Linear(1, 1), "criterion": SelfGathering(False)}), 2, None)
-    refuse_own_gather(SelfGathering(gather_distributed=lambda tensor: tensor), 2, None)  # a method of that name
-    koleo = nn.Linear(1, 1)
-    koleo.sinkhorn_gather_distributed = True
-    with pytest.raises(ValueError, match=r"the model \(Linear\) has sinkhorn_gather_distributed=True"):
-        refuse_own_gather(koleo, 2, None)
-
-
-def _refused(rank, name):
-    if name == "lightning":
-        model = Regressor()
-        model.criterion = SelfGathering()
-        return trainer_of(strategy_of("lightning"), 2).fit(model, DataLoader(Points(), 5))
-    model = nn.ModuleDict({"net": nn.Linear(1, 1), "criterion": SelfGathering()})
-    if name == "fabric":
-        return fabric_of(2).setup(model)
-    from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
-
-    return HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin()).prepare(model)
-
-
-@pytest.mark.parametrize("name", ["lightning", "fabric", "accelerate"])
-def test_a_loss_that_gathers_by_itself_is_refused_on_every_rank(name):
-    errors = run_ranks(_refused, 2, name, expect_errors=True)
-    assert [rank for rank, *_ in errors] == [0, 1]
-    assert all("criterion (SelfGathering) has gather_distributed=True" in text for *_, text in errors)
