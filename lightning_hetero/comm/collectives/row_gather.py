@@ -211,7 +211,8 @@ class ForeignCollectives:
             self._notices.say(text, loses=True)
 
     def _compare(self, call: str, group: Any, given: list[Any]) -> None:
-        group = dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
+        if not isinstance(group, dist.ProcessGroup):  # an operator has its name
+            group = dist.distributed_c10d._resolve_process_group(group)
         room, own = ([tuple(tensor.shape) for tensor in _tensors(part)] for part in given[:2])
         everyone: list[Any] = [None] * group.size()
         with self._observer.excluded():
