@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 SAMPLES, INPUTS, LOCAL = 960, 16, 8
 RATE, MOMENTUM = 0.01, 0.9
-WORKERS = 4
+WORKERS, KEPT = 4, 10
 
 
 class Numbers(Dataset):
@@ -60,9 +60,10 @@ class Fit(Noted):
         return torch.optim.SGD(self.parameters(), lr=RATE, momentum=MOMENTUM)
 
 
-def fit(folder, seconds_per_sample, saves):
+def fit(folder, seconds_per_sample, saves, last=False):
     saving = [ModelCheckpoint(folder / "saved", every_n_train_steps=1, filename="fit", enable_version_counter=False)]
-    trainer = quiet_trainer(saving if saves else [])
+    keeping = [ModelCheckpoint(folder / "saved", every_n_train_steps=KEPT, save_top_k=0, save_last=True)]
+    trainer = quiet_trainer(saving if saves else keeping if last else [])
     saved = folder / "saved" / "fit.ckpt"
     loader = DataLoader(Numbers(), LOCAL, shuffle=True)
     model = Fit(folder, seconds_per_sample)
@@ -74,8 +75,9 @@ def main():
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ms", type=float, default=2.0, help="of a sample")
     parser.add_argument("--saves", action="store_true", help="save a checkpoint after each step")
+    parser.add_argument("--last", action="store_true", help=f"save last.ckpt after each {KEPT} steps")
     args = parser.parse_args()
-    fit(args.folder, args.ms / 1000, args.saves)
+    fit(args.folder, args.ms / 1000, args.saves, args.last)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import psutil
 import torch
-from _lossy_fit import LOCAL, MOMENTUM, RATE, SAMPLES, WORKERS, Numbers, loss_of, network
+from _lossy_fit import KEPT, LOCAL, MOMENTUM, RATE, SAMPLES, WORKERS, Numbers, loss_of, network
+from _lossy_notes import moments
 
 HERE = Path(__file__).parent
 TOTAL = LOCAL * WORKERS
@@ -189,10 +190,10 @@ def torchrun(workers=WORKERS):
     return sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={workers}"
 
 
-def kept_job(folder, port, silence=5.0, script="_lossy_fit.py", workers=WORKERS):
+def kept_job(folder, port, silence=5.0, script="_lossy_fit.py", workers=WORKERS, arguments=()):
     """Return a job of workers with keepers, under torchrun."""
     keeper = (f"--master-port={port}", "-m", "lightning_hetero.keeper", "--max-restarts=100000", f"--silence={silence}")
-    return Job(folder, started(folder, *torchrun(workers), *keeper, HERE / script, folder), workers)
+    return Job(folder, started(folder, *torchrun(workers), *keeper, HERE / script, folder, *arguments), workers)
 
 
 def notes_folder(name):
@@ -293,6 +294,34 @@ def check_samples(steps, total=TOTAL, samples=SAMPLES):
             raise LossError(f"epoch {epoch} lacks the samples {missing} and has {twice} more than once")
 
 
+def check_progress(lives):
+    """Check that no worker goes back behind a step that it has completed.
+
+    Raises:
+        LossError: if one does.
+    """
+    for life in lives:
+        done = -1
+        for note in life.notes:
+            begins = note.get("start", note.get("step"))
+            if begins is not None and begins <= done:
+                raise LossError(f"worker {life.slot} has completed step {done} and begins in step {begins} later")
+            done = note.get("done", done)
+
+
+def check_saved(folder, total):
+    """Check that the only checkpoint in a folder, if there is one, is ``last.ckpt``, and that it is the newest.
+
+    Raises:
+        LossError: if there are others, or it is too old.
+    """
+    names = sorted(path.name for path in folder.glob("*"))
+    if names:
+        step = torch.load(folder / "last.ckpt", weights_only=False)["global_step"]
+        if names != ["last.ckpt"] or step <= total - 2 * KEPT:
+            raise LossError(f"after {total} steps, there are {names}, and last.ckpt is of step {step}")
+
+
 def check_replicas(folder, workers=WORKERS):
     """Return the weights and the number of steps at the end, which must be equal on all workers.
 
@@ -311,7 +340,7 @@ def check_replicas(folder, workers=WORKERS):
 
 
 def alone(steps):
-    """Return the weights of one process that takes these steps, by plain torch."""
+    """Return the weights of one process that takes these steps, and what its optimizer keeps, by plain torch."""
     net, data = network(), Numbers()
     optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=MOMENTUM)
     for step in steps:
@@ -319,18 +348,21 @@ def alone(steps):
         optimizer.zero_grad()
         loss_of(net, data.inputs[samples]).backward()
         optimizer.step()
-    return net.state_dict()
+    return net.state_dict() | moments(optimizer)
 
 
 def account(job):
     """Return the steps of a job that has ended, the void ones, and how far its weights are from :func:`alone`.
 
     Raises:
-        LossError: if a sample is lost or taken twice, replicas differ, or the weights are not those of these steps.
+        LossError: if a sample is lost or taken twice, a worker goes back behind a step that it has completed, replicas
+            or their optimizers differ, or are not those of these steps, or ``last.ckpt`` is not the newest checkpoint.
     """
-    weights, total = check_replicas(job.folder)
+    weights, total = check_replicas(job.folder, job.workers)
+    check_progress(job.lives.values())
+    check_saved(Path(job.folder) / "saved", total)
     steps, void = steps_in_the_weights(job.lives.values(), total)
-    check_samples(steps)
+    check_samples(steps, LOCAL * job.workers)
     others = alone(steps)
     difference = max(float((weights[name] - others[name]).abs().max()) for name in weights)
     if not difference < NEAR:

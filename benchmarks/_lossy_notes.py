@@ -155,8 +155,15 @@ def quiet_trainer(callbacks=()):
     )
 
 
+def moments(optimizer):
+    """Return what an optimizer keeps of each parameter."""
+    state = optimizer.state_dict()["state"]
+    return {f"{number} {name}": value for number, kept in state.items() for name, value in kept.items()}
+
+
 def train_and_save(trainer, model, loader, folder, ckpt_path=None):
-    """Train, and leave the weights and the number of steps at the end."""
+    """Train, and leave the weights, what the optimizer keeps, and the number of steps at the end."""
     trainer.fit(model, loader, ckpt_path=ckpt_path)
-    end = {"weights": model.net.state_dict(), "steps": trainer.global_step}
+    weights = model.net.state_dict() | moments(trainer.optimizers[0])
+    end = {"weights": weights, "steps": trainer.global_step}
     torch.save(end, folder / f"end-{slot_and_life()[0]}.pt")

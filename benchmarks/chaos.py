@@ -1,17 +1,19 @@
 """A training under random faults: kills, segfaults, freezes, pauses, slow workers, slow links and cut links.
 
-One fit on four workers with keepers (:mod:`lightning_hetero.keeper`) under torchrun, in which stretches without faults
+One fit on workers with keepers (:mod:`lightning_hetero.keeper`) under torchrun, in which stretches without faults
 and stretches with ten faults each take turns (ABBA). Times between faults are exponential with the mean ``--mean``; the
 kind and the worker are drawn at random, the worker in whatever it does, be it in its start. One worker that has the
-state is always spared. A stretch with faults ends when four workers train again. Then every sample of every epoch must
-be in the weights exactly once, the replicas equal, and the weights those of one process that takes the same steps.
+state is always spared. A stretch with faults ends when all workers train again. At the end, every sample of every epoch
+must be in the weights exactly once, no worker may have gone back behind a step that it has completed, the replicas and
+their optimizers must be equal, and those of one process that takes the same steps.
 
 The goodput is the samples that ended in the weights per second. ``stall_s`` is the longest time without a completed
-step that a fault begins, ``whole_s`` the time until all four train again, half a second later than the fault or more;
+step that a fault begins, ``whole_s`` the time until all train again, half a second later than the fault or more;
 both include what other faults do meanwhile.
 """
 
 import argparse
+import itertools
 import os
 import random
 import signal
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from _lossy_job import TOTAL, account, end_after, kept_job, notes_folder
+from _lossy_job import LOCAL, account, end_after, kept_job, notes_folder
 from hardware import write_table
 
 HERE = Path(__file__).parent
@@ -174,12 +176,12 @@ def stretches(chaos, kinds, mean, each):
     return found
 
 
-def goodput(steps, found, stormy):
+def goodput(steps, found, stormy, total):
     """Return samples that ended in the weights in such stretches, and the seconds of these."""
     spans = [(begin, end) for kind, begin, end in found if kind == stormy]
     times = np.array([step.time for step in steps])
     inside = sum(int(((times >= begin) & (times < end)).sum()) for begin, end in spans)
-    return TOTAL * inside, sum(end - begin for begin, end in spans)
+    return total * inside, sum(end - begin for begin, end in spans)
 
 
 def stall(steps, event):
@@ -217,12 +219,13 @@ def rows_of(events, steps, found, job, more):
             wholes = [event.whole - event.at for event in mine]
             row = {"kind": kind, "events": len(mine), "stall_s": np.median(stalls), "longest_stall_s": max(stalls)}
             rows.append({**row, "whole_s": np.median(wholes), "longest_whole_s": max(wholes)})
-    with_faults, seconds = goodput(steps, found, True)
-    without, calm = goodput(steps, found, False)
+    total = LOCAL * job.workers
+    with_faults, seconds = goodput(steps, found, True, total)
+    without, calm = goodput(steps, found, False, total)
     rate, usual = with_faults / seconds, without / calm
     sums = {"seconds": seconds, "calm_seconds": calm, "goodput": rate, "calm_goodput": usual, "ratio": rate / usual}
     cost = seconds * (1 - rate / usual) / len(events)
-    counts = {"steps": len(steps), "samples": TOTAL * len(steps), "epochs": steps[-1].epoch + 1}
+    counts = {"steps": len(steps), "samples": total * len(steps), "epochs": steps[-1].epoch + 1}
     groups = {note["generation"] for life in job.lives.values() for note in life.notes if "start" in note}
     counts |= {"lives": len(job.lives), "groups": len(groups)}
     return [*rows, {"kind": "all", "events": len(events), **sums, "cost_s": cost, **counts, **more}]
@@ -235,18 +238,28 @@ def main():
     parser.add_argument("--mean", type=float, default=3.0, help="seconds between faults")
     parser.add_argument("--silence", type=float, default=5.0, help="seconds after which a keeper kills a frozen worker")
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS, metavar="KIND")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, nargs="+", default=[4], help="one job for each number, and each seed")
+    parser.add_argument("--seed", type=int, nargs="+", default=[0])
+    parser.add_argument("--last", action="store_true", help="save last.ckpt, which has to be the newest at the end")
     parser.add_argument("--wall", type=int, default=3600, help="seconds after which it is an error")
+    parser.add_argument("--port", type=int, default=29871)
     parser.add_argument("--keep", help="folder in which the notes stay")
     parser.add_argument("--out", default=str(HERE / "results" / "chaos.json"))
     args = parser.parse_args()
     end_after(args.wall)
-    rng = random.Random(args.seed)
-    kinds = drawn(rng, args.events, args.kinds)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = notes_folder(args.keep or temporary)
-        rows = train(kept_job(folder, 29871, args.silence), rng, kinds, args.mean, args.each)
-    write_table(rows, args.out, "a training under random faults, on four workers")
+    rows = []
+    for workers, seed in itertools.product(args.workers, args.seed):
+        rng = random.Random(seed)
+        kinds = drawn(rng, args.events, args.kinds)
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = notes_folder(Path(args.keep or temporary) / f"{workers}-{seed}")
+            arguments = ["--last"] if args.last else []
+            job = kept_job(folder, args.port, args.silence, workers=workers, arguments=arguments)
+            found = train(job, rng, kinds, args.mean, args.each)
+        rows += [{**row, "workers": workers, "seed": seed} for row in found]
+    if len(args.kinds) == 1:  # then the faults of this kind are all
+        rows = [{**one, **total} for one, total in zip(rows[::2], rows[1::2], strict=True)]
+    write_table(rows, args.out, "a training under random faults")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch.distributed import DistError
+
 from lightning_hetero.comm.membership.members import Generation
 from lightning_hetero.comm.membership.members_watch import STUCK
 from lightning_hetero.comm.membership.slots import (
@@ -77,13 +79,22 @@ class Keeper:
         self._told, self._over = 0, threading.Event()
 
     def run(self) -> int:
-        """Run the worker until it ends by itself, is told to end, or was lost too often; return its exit code."""
+        """Run the worker until it ends by itself, is told to end, or was lost too often; return its exit code.
+
+        If the job's store is lost, nobody can meet any more: end the worker, and return 1.
+        """
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._pass_on)
         beats = threading.Thread(target=self._beat, name="lightning_hetero-keeper")
         beats.start()
         try:
             return self._lives()
+        except DistError as error:
+            reason = str(error).partition("\n")[0]
+            log.error("worker %d ends: the job's store, through which workers meet, is lost (%s)", self.slot, reason)  # noqa: TRY400
+            if self._worker is not None:
+                self._worker.kill()
+            return 1
         finally:
             self._over.set()
             beats.join()

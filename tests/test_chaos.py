@@ -120,7 +120,7 @@ def test_weights_of_other_samples_are_an_error(benchmarks, tmp_path):
         noted.notes.append({"step": number, "samples": step.samples[0], **more})
 
     class Ended:
-        folder, lives = tmp_path, {"one": noted}
+        folder, lives, workers = tmp_path, {"one": noted}, module.WORKERS
 
     for slot in range(module.WORKERS):
         torch.save({"weights": weights, "steps": len(steps)}, tmp_path / f"end-{slot}.pt")

@@ -733,6 +733,11 @@ def test_lost_workers_are_those_of_the_benchmarks():
         same_when_rounded(text, total[name])
     same_when_rounded(cost, total["cost_s"])
     same_when_rounded(share, 1 - total["cost_s"] / 3600)
+    table, kills = quoted("kills")
+    names = ("workers", "events", "steps", "groups", "void", "stall_s", "longest_stall_s")
+    for cells, row in zip(table, kills["rows"], strict=True):
+        for cell, name in zip(cells, names, strict=True):
+            same_when_rounded(cell, row[name])
 
 
 def test_the_hour_of_the_soak_is_that_of_the_benchmark():

@@ -128,6 +128,15 @@ def test_a_worker_that_fails_after_its_own_training_fails(board):
     assert keeper(board, "import sys; sys.exit(3)", restarts=5).run() == 3
 
 
+def test_a_lost_store_ends_the_worker_and_its_keeper():
+    """Nobody could meet any more: the worker must not train alone, nor its end look like success."""
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    kept = keeper(SlotBoard(dist.TCPStore("127.0.0.1", host.port, is_master=False)), "import time; time.sleep(60)")
+    del host
+    assert kept.run() == 1
+    assert kept._worker is None or kept._worker.wait(timeout=30) == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("state", [RUNS, GONE])
 def test_a_keeper_that_has_given_up_waits_for_the_others(board, state, caplog, monkeypatch):
     monkeypatch.setattr(module.log, "propagate", True)

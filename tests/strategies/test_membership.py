@@ -8,12 +8,15 @@ import sys
 import time
 import warnings
 from collections import Counter
+from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
@@ -22,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_hetero import BlockTopK, HeteroDDPStrategy
 from lightning_hetero.callbacks.base import policy_states
 from lightning_hetero.comm.gradients.averager import DDPMean
-from lightning_hetero.comm.membership.members import Generation, Member, TrainingOverError
+from lightning_hetero.comm.membership.members import TrainingOverError
 from lightning_hetero.comm.membership.state_transfer import WorkerState
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.strategies._checkpoints.residuals import KEY
@@ -92,6 +95,11 @@ class Suffers(L.LightningModule):
 
     def setup(self, stage):
         self.suffer("setup")
+
+    def suffer_joining(self):
+        for _, _, generation, where, _ in self.faults:
+            if where in JOINING:
+                JOINING[where](generation)
 
     def training_step(self, batch, batch_idx):
         x, indices = batch
@@ -189,8 +197,9 @@ def wait_for(path):
         time.sleep(0.01)
 
 
-def train(folder, faults, arguments, late, accumulation=1, validates=True, validation_interval=1.0):
+def train(folder, faults, arguments, late, accumulation=1, validates=True, validation_interval=1.0, saves=False):
     model = Suffers(folder, faults)
+    model.suffer_joining()
     if model.life and late:
         wait_for(folder / "alone")
     trainer = L.Trainer(
@@ -204,15 +213,23 @@ def train(folder, faults, arguments, late, accumulation=1, validates=True, valid
         limit_val_batches=1.0 if validates else 0,
         val_check_interval=validation_interval,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=saves,
+        callbacks=[ModelCheckpoint(folder / "saved", every_n_train_steps=2, save_top_k=0, save_last=True)] * saves,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     loader = DataLoader(Numbers(), batch_size=LOCAL, shuffle=True)
     trainer.fit(model, loader, DataLoader(Numbers(), batch_size=30))
-    end = {"weights": model.net.state_dict(), "step": trainer.global_step, "world": trainer.world_size}
+    weights = model.net.state_dict() | moments(trainer.optimizers[0])
+    end = {"weights": weights, "step": trainer.global_step, "world": trainer.world_size}
     end["prefixes"] = prefixes_of_errors()
     torch.save(end, folder / f"end-{model.slot}.pt")
+
+
+def moments(optimizer):
+    """What the optimizer keeps of each parameter."""
+    state = optimizer.state_dict()["state"]
+    return {f"{number} {name}": value for number, kept in state.items() for name, value in kept.items()}
 
 
 def prefixes_of_errors():
@@ -223,6 +240,51 @@ def prefixes_of_errors():
     return count
 
 
+class GivesAddress(dist.Store):
+    """Store of a process that is lost when the others know its address, and have no connection to it yet."""
+
+    def __init__(self, store):
+        super().__init__()
+        self.store = store
+
+    def set(self, key, value):
+        self.store.set(key, value)
+
+    def wait(self, *args):
+        lose()
+
+
+def lose(*args, **kwargs):
+    os.kill(os.getpid(), KILL)
+
+
+def connect(*args, store, make=dist.init_process_group, **kwargs):
+    make(*args, store=GivesAddress(store), **kwargs)
+
+
+def lost_in(name, what=lose):
+    """Return a function that lets this process be lost in a call of torch's, from the given generation on."""
+
+    def strike(first):
+        call = getattr(dist, name)
+
+        def lossy(*args, **kwargs):
+            return (what if int(os.environ["LIGHTNING_HETERO_GENERATION"]) >= first else call)(*args, **kwargs)
+
+        setattr(dist, name, lossy)
+
+    return strike
+
+
+JOINING = {
+    "group": lost_in("init_process_group"),
+    "connection": lost_in("init_process_group", connect),
+    "steps": lost_in("all_gather_object"),
+    "state": lost_in("broadcast_object_list"),
+    "control plane": lost_in("new_group"),
+}
+
+
 class Outcome:
     """What a training has left in its folder."""
 
@@ -231,6 +293,8 @@ class Outcome:
         self.lives, begun, done = set(), {}, {}
         for path in sorted(folder.glob("steps-*.jsonl")):
             notes = [json.loads(line) for line in path.read_text().splitlines()]
+            for before, after in pairwise(notes):
+                assert after["step"] >= before["step"] + ("done" in before), "no completed step is done again"
             if notes:
                 self.lives.add(tuple(map(int, path.stem.split("-")[1:])))
             for note in notes:
@@ -279,7 +343,7 @@ class Outcome:
                 loss = loss_of(net, torch.stack([data[i][0] for i in indices]))
                 (loss / len(self.batches[step])).backward()
             optimizer.step()
-        return net.state_dict()
+        return net.state_dict() | moments(optimizer)
 
     def difference(self):
         """Largest difference from them."""
@@ -349,9 +413,9 @@ def test_a_worker_is_lost_between_two_epochs(tmp_path, where, validates):
 @pytest.mark.parametrize(("where", "validates"), PLACES)
 @pytest.mark.parametrize("first", [True, False])
 def test_links_fail_between_two_epochs(tmp_path, where, validates, first, accumulation):
-    """All fail in the same place, in the last step of the first epoch, or after it."""
+    """All fail in the same place, in the last step of the first epoch, or after it, and once more in the second."""
     step = STEPS // EPOCHS // accumulation - (not first)
-    faults = [(slot, 0, step, where, FAIL) for slot in range(SLOTS)]
+    faults = [(slot, 0, *fault, FAIL) for slot in range(SLOTS) for fault in ((step, where), (step + 2, "forward"))]
     given = {"validates": validates, "accumulation": accumulation, "validation_interval": 1 / accumulation}
     found = outcome(tmp_path, faults, rejoin=False, **given)
     assert found.lives == {(slot, 0) for slot in range(SLOTS)}
@@ -440,6 +504,28 @@ def test_a_newcomer_is_lost_while_the_others_set_up_the_training_with_it(tmp_pat
     assert mode != "plain" or found.difference() < 1e-12
 
 
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        [(1, 1, 0, "group")],
+        [(1, 1, 0, "connection")],
+        [(1, 1, 0, "steps"), (1, 2, 0, "state"), (1, 3, 0, "control plane"), (1, 4, 0, "forward")],
+        [(1, 1, 0, "state"), (0, 0, 2, "state")],
+    ],
+    ids=["before the group", "connecting", "one after another", "two at once"],
+)
+def test_nobody_else_ends_when_workers_are_lost_while_they_join(tmp_path, deaths):
+    """The others go on from their own state, wherever a newcomer is lost, and another worker with it."""
+    faults = [(1, 0, 6, "forward", KILL), *((*death, KILL) for death in deaths)]
+    for number in range(sum(where == "forward" for *_, where, _ in faults)):
+        (tmp_path / f"expects-{number}").touch()
+    found = outcome(tmp_path, faults, rejoin=False, restarts=len(faults))
+    others = set(range(SLOTS)) - {slot for slot, *_ in faults}
+    assert {life for life in found.lives if life[0] in others} == {(slot, 0) for slot in others}
+    assert SLOTS in found.worlds()
+    assert found.difference() < 1e-12
+
+
 def test_two_are_lost_at_once_and_one_again(tmp_path):
     faults = [(0, 0, 6, "forward", KILL), (2, 0, 6, "forward", KILL), (2, 1, 14, "forward", KILL)]
     found = outcome(tmp_path, faults)
@@ -458,6 +544,15 @@ def test_all_are_lost_at_once_and_begin_anew(tmp_path):
     found.check(STEPS)
     assert found.worlds() == {SLOTS}
     assert found.difference() < 1e-12
+
+
+def test_all_are_lost_at_once_and_go_on_from_the_newest_checkpoint(tmp_path):
+    faults = [(slot, 0, 7, "forward", KILL) for slot in range(SLOTS)]
+    assert run_kept(partial(train, saves=True), SLOTS, tmp_path, faults, {}, False) == [0] * SLOTS
+    for path in tmp_path.glob("steps-*-1.jsonl"):
+        assert json.loads(path.read_text().partition("\n")[0])["step"] == 6
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["last.ckpt"]
+    assert torch.load(tmp_path / "saved" / "last.ckpt", weights_only=False)["global_step"] == STEPS
 
 
 def test_lost_in_validation(tmp_path):
@@ -705,7 +800,7 @@ class Meets(launcher.MembershipLauncher):
     def __init__(self, function="fit", failing=()):
         self.said, self.brought, self.failing = [], [], failing
         say = self.said.append
-        roster = SimpleNamespace(generation=0, rank=0, changes=lambda patience: False)
+        roster = SimpleNamespace(generation=0, rank=0, changes=lambda patience: False, noted=lambda what: None)
         roster.begin_fit, roster.finish = (lambda: say("begins")), (lambda: say("is over"))
         outlive = lambda trainer: f"state of {len(self.brought)}"  # noqa: E731
         strategy = SimpleNamespace(has_stepped=lambda: True, outlive_members=outlive)
@@ -796,20 +891,6 @@ def test_the_script_of_a_worker_that_comes_after_the_end_ends_in_peace(caplog, m
         launcher.MembershipLauncher(None, None, roster).launch(lambda: None, trainer=trainer)
     assert end.value.code == 0
     assert caplog.messages == ["nothing is left to do"]
-
-
-@pytest.mark.parametrize(("number", "said"), [(0, False), (2, True)])
-def test_a_training_that_begins_anew_because_all_were_lost_says_so(monkeypatch, caplog, number, said):
-    monkeypatch.setattr(launcher.log, "propagate", True)
-    monkeypatch.setattr(launcher, "newest_state", lambda _: None)
-    monkeypatch.setattr(launcher.MembershipLauncher, "_make_group", lambda _: None)
-    for name in ("RANK", "WORLD_SIZE", launcher.GENERATION):
-        monkeypatch.setenv(name, "0")
-    found = Generation(number, (Member(0, 1),))
-    roster = SimpleNamespace(generation=None, meet=lambda: found, rank=0, world_size=1)
-    strategy = SimpleNamespace(begin_generation=lambda _: None, go_on_from=lambda _: None)
-    launcher.MembershipLauncher(None, strategy, roster)._join(None)
-    assert ["it begins as the script says" in message for message in caplog.messages] == [True] * said
 
 
 def test_stale_gradients_in_flight_are_those_of_the_source_on_all_workers():

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch.distributed import Backend, BackendConfig
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from lightning_hetero.comm.membership.group_sockets import making_group
+from lightning_hetero.comm.membership.group_sockets import connect, making_group
+from lightning_hetero.comm.membership.slots import SLOT
 
 __all__ = ["backend_of", "check_backends", "compare_backends", "new_group"]
 
@@ -109,15 +111,18 @@ def compare_backends(
     return server
 
 
-def new_group(ranks: list[int] | None = None, **kwargs: Any) -> Any:
+def new_group(ranks: list[int] | None = None, *, timeout: timedelta | None = None, **kwargs: Any) -> Any:
     """Make a process group as :func:`torch.distributed.new_group` does, also where a default group is bound to a GPU.
 
     A frontend binds the default group to its GPU, whatever the backend. Torch then splits each subgroup off the default
     group and, on ranks outside it, calls a function that only NCCL has: gloo fails with "no attribute
     'perform_nocolor_split'".
     """
-    with _unbound_without_split(), making_group():
-        return dist.new_group(ranks, **kwargs)
+    with _unbound_without_split():
+        if SLOT in os.environ:  # a worker may be lost meanwhile
+            return connect(partial(dist.new_group, ranks, **kwargs), timeout)
+        with making_group():
+            return dist.new_group(ranks, timeout=timeout, **kwargs)
 
 
 @contextmanager

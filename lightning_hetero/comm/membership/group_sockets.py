@@ -7,17 +7,23 @@ When its sockets are shut down, the call fails on both sides.
 import ctypes
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
-__all__ = ["keep_groups", "making_group", "shut_down_groups"]
+__all__ = ["connect", "keep_groups", "making_group", "shut_down_groups"]
 
 _made: set[str] = set()
 """Sockets, by the names that the kernel gives them and never gives again."""
 
 DESCRIPTORS = "/proc/self/fd"
+
+CONNECT_S = 2.0
+"""Timeout of a group while it is made; gloo waits five times as long for a connection."""
 
 
 def _sockets() -> dict[str, int]:
@@ -40,6 +46,26 @@ def making_group() -> Iterator[None]:
         yield
     finally:
         _made.update(_sockets().keys() - before.keys())
+
+
+def connect(make: Callable[..., Any], timeout: timedelta | None) -> Any:
+    """Make a process group; raise an error soon if a member is lost when it has given its address.
+
+    Nothing ends gloo's wait for the connection of such a member but the group's timeout.
+
+    Args:
+        make: makes the group with the ``timeout`` that it is given.
+        timeout: of the calls in the group, ``None`` for torch's own.
+
+    Returns:
+        The group; ``None`` for the default one.
+    """
+    timeout = timeout or dist.default_pg_timeout
+    with making_group():
+        group = make(timeout=min(timeout, timedelta(seconds=CONNECT_S)))
+    if group is not dist.GroupMember.NON_GROUP_MEMBER:
+        _set_pg_timeout(timeout, group)
+    return group
 
 
 def shut_down_groups() -> int:

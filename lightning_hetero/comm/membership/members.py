@@ -83,4 +83,4 @@ class Generation:
 
 def is_open(board: SlotBoard, number: int) -> bool:
     """Return whether someone has come for a generation."""
-    return bool(board.store.check([f"{number}/first"]))
+    return bool(board.store.check([f"{number}/led by"]))

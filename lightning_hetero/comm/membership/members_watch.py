@@ -44,13 +44,14 @@ class MembersWatch:
 
     Attributes:
         next_is_open: whether someone has come for the next generation.
+        broken: whether a member is lost or has left.
     """
 
     def __init__(
         self, board: SlotBoard, generation: Generation, me: Member, stuck_s: float, let_go: Callable[[], object]
     ) -> None:
         self._board, self._generation, self._me, self._stuck_s, self._let_go = board, generation, me, stuck_s, let_go
-        self.next_is_open = False
+        self.next_is_open = self.broken = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lightning_hetero-members", daemon=True)
 
@@ -74,7 +75,7 @@ class MembersWatch:
             except RuntimeError as error:  # the store is gone, and with it the job
                 log.debug("worker %d watches the members no more: %s", self._me.slot, error)
                 return
-            now, spent = time.monotonic(), main_thread_seconds()
+            self.broken, now, spent = bool(lost), time.monotonic(), main_thread_seconds()
             if not lost:
                 since = None
             elif since is None or spent - begun > IDLE * (now - since + LOOK_S):

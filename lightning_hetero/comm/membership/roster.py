@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -49,6 +50,52 @@ class RosterSettings:
 SETTINGS = RosterSettings()
 
 
+class MembersStore(dist.Store):
+    """Store whose waits end when a member is lost or has left, and not before: it may have much to do.
+
+    Args:
+        store: where the values are.
+        broken: returns whether a member is lost or has left.
+    """
+
+    def __init__(self, store: dist.Store, broken: Callable[[], bool]) -> None:
+        super().__init__()
+        self._store, self._broken = store, broken
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until there are values for all keys.
+
+        Raises:
+            RuntimeError: if a member is lost or has left before.
+        """
+        while not self._store.check(keys):
+            if self._broken():
+                raise RuntimeError("Connection closed: a worker was lost or has left before it has connected")
+            time.sleep(SETTINGS.poll_s)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._store.get(key)
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self._store.compare_set(key, expected, desired)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+    def num_keys(self) -> int:
+        return self._store.num_keys()
+
+
 class Roster:
     """Members of the job, as one worker sees them.
 
@@ -69,6 +116,7 @@ class Roster:
         self.fits = 0
         self._watch: MembersWatch | None = None
         self._fail: Callable[[str], int] | None = None
+        self._store: MembersStore | None = None  # torch keeps its part in C++ alone
 
     @classmethod
     @functools.cache
@@ -107,7 +155,9 @@ class Roster:
     @property
     def store(self) -> dist.Store:
         """Store of the generation, for its process groups."""
-        return dist.PrefixStore(f"generation/{self._present.number}", self.board.store)
+        plain = dist.PrefixStore(f"generation/{self._present.number}", self.board.store)
+        self._store = MembersStore(plain, lambda: self._watch is not None and self._watch.broken)
+        return self._store
 
     # how a generation begins
 
@@ -160,16 +210,24 @@ class Roster:
         self.leave()
         self.board.finish(self.me.slot, self.me.life)
 
+    def note(self, what: str, text: str) -> None:
+        """Write down something of this fit, for workers that begin it when nobody has a state any more."""
+        self.board.store.set(f"fit {self.fits}/{what}", text)
+
+    def noted(self, what: str) -> str | None:
+        """Return what was written down of this fit, ``None`` if nothing was."""
+        return self.board.read(f"fit {self.fits}/{what}")
+
     def _agree(self, number: int) -> Generation | None:
         """Come for a generation; return it, ``None`` if its first member was lost before it had written it down."""
         store = self.board.store
         store.set(f"{number}/in/{self.me.slot}", str(self.me.life))
-        if store.add(f"{number}/first", 1) == 1:
-            store.set(f"{number}/led by", f"{self.me.slot} {self.me.life}")
+        me = f"{self.me.slot} {self.me.life}"
+        leader = store.compare_set(f"{number}/led by", "", me).decode()  # in one call, in which nobody can be lost
+        if leader == me:
             return self._lead(number)
         while True:
-            leader = self.board.read(f"{number}/led by")
-            gone = leader is not None and not self.board.lives(*map(int, leader.split()))
+            gone = not self.board.lives(*map(int, leader.split()))
             found = Generation.read(self.board, number)  # read after the leader, who may write and then be lost
             if found is not None or gone:
                 return found

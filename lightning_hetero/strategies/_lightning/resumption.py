@@ -59,6 +59,9 @@ class Resumption:
 
     def begin(self, trainer: "Trainer", engine: HeteroEngine) -> None:
         """Make Lightning count the batches of the epoch as the data does; call it after its loops are restored."""
+        epochs: Any = trainer.fit_loop.epoch_progress.total
+        if getattr(trainer.fit_loop, "restarted_mid_epoch", False) and epochs.processed == epochs.started:
+            trainer.fit_loop.reset_restart_stage()  # else Lightning does not count the next epoch as one that has begun
         if (engine.sampler is None and engine.data.own is None) or not (self.unknown or self.in_last_batch):
             return
         if self.unknown and engine.rank == 0:

@@ -44,5 +44,5 @@ def test_members_that_were_lost_and_an_opened_generation():
     board.tell(2, 1, RUNS)  # its next life is another member
     assert generation.lost(board, Member(0, 0)) == [Member(1, 0), Member(2, 0)]
     assert not is_open(board, 1)
-    board.store.add("1/first", 1)
+    board.store.set("1/led by", "1 0")
     assert is_open(board, 1)

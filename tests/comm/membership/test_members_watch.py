@@ -84,7 +84,7 @@ def test_a_worker_that_leaves_in_time_goes_on():
     board.tell(1, 0, GONE)
     generation = Generation(0, (Member(0, 0), Member(1, 0)))
     watch = MembersWatch(board, generation, Member(0, 0), stuck_s=60.0, let_go=int).start()
-    board.store.add("1/first", 1)
+    board.store.set("1/led by", "1 0")
     deadline = time.monotonic() + 20
     while not watch.next_is_open:
         assert time.monotonic() < deadline

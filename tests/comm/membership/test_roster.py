@@ -151,7 +151,6 @@ def test_who_was_to_write_the_members_down_may_be_lost(job):
     job.lose(1)
     store = job.store
     store.set("1/in/1", "0")  # worker 1 was the first to come
-    store.add("1/first", 1)
     store.set("1/led by", "1 0")
     found = job.met(0, 2)
     assert set(found.values()) == {Generation(2, members((0, 0), (2, 0)))}
@@ -161,13 +160,12 @@ def test_who_has_written_the_members_down_may_be_lost_right_then(job):
     """The others are among them, and would wait for each other in two generations."""
     job.met(0, 1, 2)
     job.lose(1)
-    job.store.add("1/first", 1)
     job.store.set("1/led by", "2 0")
     written, board, read = Generation(1, members((0, 0), (2, 0))), job.rosters[0].board, SlotBoard.read
 
     def read_late(key):
         found = read(board, key)
-        if key == "1/led by" and 2 in job.rosters:
+        if key == "slot/2" and 2 in job.rosters:
             written.write(job.board())
             job.lose(2)
         return found
@@ -179,13 +177,12 @@ def test_who_has_written_the_members_down_may_be_lost_right_then(job):
 def test_a_generation_that_was_made_without_a_newcomer_is_not_its_own(job):
     job.met(0, 1, 2)
     job.lose(1)
-    job.store.add("1/first", 1)
     job.store.set("1/led by", "0 0")
     job.begin(1, 1)
     threads, found = job.meet(1)
     wait_until(lambda: job.board().read("1/in/1") == "1")
     Generation(1, members((0, 0), (2, 0))).write(job.board())
-    wait_until(lambda: job.store.check(["2/first"]) or found)
+    wait_until(lambda: job.store.check(["2/led by"]) or found)
     job.met(0, 2)
     threads[0].join(timeout=20)
     assert found[1] == Generation(2, members((0, 0), (1, 1), (2, 0)))
@@ -365,7 +362,7 @@ def test_lost_members_are_seen(job):
 
 def test_an_opened_generation_is_a_change(job):
     job.met(0, 1, 2)
-    job.store.add("1/first", 1)
+    job.store.set("1/led by", "2 0")
     assert job.rosters[0].changes(0.0)
 
 

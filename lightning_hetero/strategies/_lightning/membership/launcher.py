@@ -10,12 +10,13 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from lightning_hetero.comm.agreement.group_lifetime import leave_all
-from lightning_hetero.comm.membership.group_sockets import making_group, shut_down_groups
+from lightning_hetero.comm.membership.group_sockets import connect, shut_down_groups
 from lightning_hetero.comm.membership.members import MembershipError, TrainingOverError
 from lightning_hetero.comm.membership.roster import Roster
 from lightning_hetero.comm.membership.slots import GENERATION
@@ -36,6 +37,9 @@ log = logging.getLogger("lightning_hetero")
 
 PEERS = "the workers that go on"
 """In the place of a checkpoint's path: the state comes from other workers."""
+
+STEP, SAVED = "step", "saved"
+"""What is written down of a fit: the step that it is in, and the newest checkpoint from which it can go on."""
 
 PATIENCE_S = 10.0
 """Longest wait, after a connection was lost, for a word that a worker is lost."""
@@ -97,8 +101,9 @@ class MembershipLauncher:
             fitting = False
             try:
                 state = self._join(brought)
+                found = self._newest_saved() if state is None else PEERS
                 fitting = trainer.training = True  # the step that has failed may have been one of validation
-                given = args if state is None else with_checkpoint(function, args, PEERS)
+                given = args if found is None else with_checkpoint(function, args, found)
                 result = function(*given, **kwargs)
                 self._roster.finish()
                 return result
@@ -153,11 +158,6 @@ class MembershipLauncher:
                 f"are in fit {state.progress[0]}. A worker can be replaced in the first fit only; run the script again."
             )
         strategy.go_on_from(state)
-        if state is None and generation.number and roster.rank == 0:
-            log.warning(
-                "no worker has a state of the training any more: it begins as the script says, from the ckpt_path that "
-                "it gives to fit, or from the first step"
-            )
         if state is not None and roster.rank == 0:
             slots = ", ".join(str(one.slot) for one in generation.members)
             log.warning(
@@ -165,20 +165,31 @@ class MembershipLauncher:
             )
         return state
 
+    def _newest_saved(self) -> str | None:
+        """Return the checkpoint that workers go on from which have lost a state; ``None`` without one, or a loss."""
+        step, saved = self._roster.noted(STEP), self._roster.noted(SAVED)
+        if step is None:
+            return None
+        reach: list[bool] = [False] * self._roster.world_size
+        dist.all_gather_object(reach, saved is not None and os.path.exists(saved))
+        found = saved if all(reach) else None
+        if self._roster.rank == 0:
+            log.warning(
+                "all workers that had the state of the training in step %s are lost: it goes on from %s",
+                *(step, found or "the ckpt_path that the script gives to fit, or else from the first step"),
+            )
+        return found
+
     def _make_group(self) -> None:
         """Make the default group; take away what torch has put before the lines of uncaught errors for the last one."""
         before, since = self._hooks
         if sys.excepthook is since:
             SYSTEM.excepthook = before
         before = sys.excepthook
-        with making_group():
-            dist.init_process_group(
-                self._strategy._get_process_group_backend(),
-                store=self._roster.store,
-                rank=self._roster.rank,
-                world_size=self._roster.world_size,
-                timeout=self._strategy._timeout,
-            )
+        dist.distributed_c10d._world.group_count = 0  # it names the group, and counts one whose making has failed here
+        roster, backend = self._roster, self._strategy._get_process_group_backend()
+        place: dict[str, Any] = {"store": roster.store, "rank": roster.rank, "world_size": roster.world_size}
+        connect(partial(dist.init_process_group, backend, **place), self._strategy._timeout)
         self._hooks = before, sys.excepthook
 
 

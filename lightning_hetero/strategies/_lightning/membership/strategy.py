@@ -22,7 +22,7 @@ from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.strategies._checkpoints.residuals import KEY
 from lightning_hetero.strategies._lightning.base import LightningMixin
 from lightning_hetero.strategies._lightning.membership.joining import join_running
-from lightning_hetero.strategies._lightning.membership.launcher import PEERS, MembershipLauncher
+from lightning_hetero.strategies._lightning.membership.launcher import PEERS, SAVED, STEP, MembershipLauncher
 from lightning_hetero.strategies._lightning.membership.resume_point import (
     begin_of_step,
     count_from_epoch_start,
@@ -139,6 +139,18 @@ class MembershipMixin(LightningMixin):
         super().setup_environment()
         if self._state is not None:
             join_running(self._pl_module.trainer)
+
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        """Write down the step, in case that all workers are lost."""
+        super().on_train_batch_start(*args, **kwargs)
+        if self._roster is not None and self.is_global_zero:
+            self._roster.note(STEP, str(self._pl_module.trainer.global_step))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **kwargs: Any) -> None:
+        """Save the checkpoint, and write down where, in case that all workers are lost."""
+        super().save_checkpoint(checkpoint, filepath, *args, **kwargs)
+        if self._roster is not None and self.is_global_zero and "loops" in checkpoint:
+            self._roster.note(SAVED, os.path.abspath(filepath))
 
     def on_train_start(self) -> None:
         """Note that the state is that of the training from now on."""
