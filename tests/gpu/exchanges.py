@@ -145,7 +145,12 @@ def delays(figures, device):
     shape, worlds = SMALL, {"gloo": ((device, device), kinds)}
     if device.type == "cuda":
         shape = LARGE
-        worlds = {"nccl": ((device,) * known, kinds), **worlds, "gloo, beside a CPU": ((device, CPU), BESIDE)}
+        # One worker has nobody to send compressed or stale gradients to.
+        worlds = {
+            "nccl": ((device,) * known, kinds if known > 1 else kinds[:1]),
+            **worlds,
+            "gloo, beside a CPU": ((device, CPU), BESIDE),
+        }
     references = {}
     for name, (devices, some) in worlds.items():
         with noted(figures, name):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.gpu.common import GPT, Busy, Clock, median, noted, place, ranks
+from tests.gpu.outcome import Figures
 from tests.helpers import Points, trainer_of
 
 PARTS = ("data_wait", "forward", "backward", "optimizer", "last_sync")
@@ -145,13 +146,15 @@ class Counted(L.Callback):
                 self.found[name] = found / (self.last - self.first)
 
 
-def _overhead(rank, figures, device, bound, kinds):
+def _overhead(rank, count, figures, device, bound, kinds):
     """Each mode twice between trainings by torch's DDP, in one process; what is found is written down here."""
+    if rank:
+        figures = Figures(figures.folder / f"overhead{rank}.json")
     from lightning.pytorch.strategies import DDPStrategy
 
     from lightning_hetero import HeteroDDPStrategy
 
-    where, model, known = place(rank, 1, device), GPT.on(device), {"ddp": ({}, list), **modes()}
+    where, model, known = place(rank, count, device), GPT.on(device), {"ddp": ({}, list), **modes()}
     size, length, steps = BOUNDS[bound]
     parameters = sum(p.numel() for p in model.parameters())
 
@@ -197,12 +200,18 @@ BOUNDS = {"GPU-bound": (16, 1024, 18), "host-bound": (1, 64, 36), "small": (2, 1
 
 
 def overhead(figures, device):
-    """One rank: what a strategy adds to a step, without what its exchange saves or costs on a link."""
-    few = ("dense", "stale block top-k", "noise scale, each step", "PowerSGD")
-    bounds = {"GPU-bound": modes(), "host-bound": few} if device.type == "cuda" else {"small": few[:2]}
+    """What a strategy adds to a step, without what its exchange saves or costs on a link.
+
+    One worker has nobody to send compressed or stale gradients to, so these modes need two ranks over NCCL.
+    """
+    real, few = device.type == "cuda", ("dense", "stale block top-k", "noise scale, each step", "PowerSGD")
+    count = figures.known.get("machine", {}).get("ranks over NCCL", 1) if real else 2
+    figures["ranks"] = count
+    bounds = {"GPU-bound": modes(), "host-bound": few} if real else {"small": few[:2]}
     for bound, kinds in bounds.items():
         with noted(figures, bound):
-            figures.take(ranks(_overhead, 1, figures, device, bound, kinds, timeout=150)[0])
+            kinds = kinds if count > 1 else ("dense",)
+            figures.take(ranks(_overhead, count, count, figures, device, bound, kinds, timeout=150)[0])
 
 
 def _rounds(rank, device, lead, steps, seconds, folder):

@@ -157,7 +157,7 @@ class Size:
     each: int = 64
     learn: int = 80
     steps: int = 16
-    tried: tuple[float, ...] = (-0.12, -0.08, -0.04, -0.02, 0.02, 0.04, 0.08, 0.12)
+    tried: tuple[float, ...] = (-0.25, -0.12, -0.06, -0.03, 0.03, 0.06, 0.12, 0.25)
     seconds: float = 1.0
 
 
@@ -218,7 +218,7 @@ def _trainings(rank, workers, size):
     train(learning, size.learn)
     plans = learning.plan_history
     learned = plans[-1].plan.local_batch_sizes[0]
-    around = {min(max(learned + round(total * part), 1), total - 1) for part in size.tried}
+    around = {total // 2, *(min(max(learned + round(total * part), 1), total - 1) for part in size.tried)}
     seconds = {learned: [], **{one: [] for one in sorted(around)}}
     ddp = []
     for turn in range(2):
@@ -312,7 +312,7 @@ def two_on_one(figures, device, size):
 def beside_a_cpu(figures, device, size):
     """A part of a GPU beside the host's CPU."""
     name, cpu = "GPU beside a CPU", Worker(CPU, threads=max(1, (os.cpu_count() or 2) - 2))
-    size = replace(size, each=24, learn=48, steps=12, tried=(-0.12, -0.08, -0.04, 0.04, 0.08, 0.12))
+    size = replace(size, each=24, learn=48, steps=12, tried=(-0.25, -0.12, -0.04, 0.04, 0.12, 0.25))
     few = Worker(device, multiprocessors=8)
     try:
         found = ranks(_speeds, 2, [few, cpu], size, timeout=40)

@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-import lightning_hetero
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.agreement.notices import Notices
 from lightning_hetero.comm.timing.step_timer import StepTimer
@@ -103,7 +102,7 @@ OPERATORS = {
     "all_reduce": "all_reduce",
     "reduce_scatter_tensor": "reduce_scatter_tensor",
 }
-TORCH, OURS = (f"{Path(file).parent}/" for file in (torch.__file__, lightning_hetero.__file__))
+TORCH, OURS = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/"
 ENTRANCES = {  # files between a user's call and a wrapped method
     *(f"{TORCH}distributed/{name}.py" for name in ("distributed_c10d", "c10d_logger", "_functional_collectives")),
     *(f"{TORCH}{name}.py" for name in ("distributed/nn/functional", "autograd/function", "_ops")),
