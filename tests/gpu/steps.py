@@ -174,7 +174,7 @@ def _overhead(rank, count, figures, device, bound, kinds):
             callbacks=[*callbacks(), counted if counts else clock],
             **where,
         )
-        trainer.fit(model, model.batches(size, length, number))
+        trainer.fit(model, model.batches(size, length, number * count))
         peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
         times = {"ms": 1e3 * clock.seconds, "host ms": 1e3 * median(clock.host or [0.0])}
         return counted.found if counts else {**times, "bytes per parameter": peak / parameters}

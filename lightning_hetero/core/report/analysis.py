@@ -130,7 +130,7 @@ class RunFigures:
 
     @property
     def baseline(self) -> str:
-        """The split that speeds are compared with: even sizes, or where batches are divided by cost, equal work for all."""
+        """The split that speeds are compared with: even sizes, or equal work where batches are divided by cost."""
         return "equal work" if self.run.header.by_cost else "even sizes"
 
     @property
