@@ -303,8 +303,8 @@ class _TimedOptimizer(AcceleratedOptimizer):
 
 def _compare_backends(given: dict[str, Any]) -> torch.distributed.Store | None:
     """Compare the backends that the ranks' Accelerators, of these arguments, are about to choose; a collective call."""
-    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        return None  # of an MPI launch
+    if not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        return None  # of an MPI launch, or of one that Accelerate does not join
     handlers = [one for one in given.get("kwargs_handlers") or () if isinstance(one, InitProcessGroupKwargs)]
     chosen = handlers[0].to_kwargs() if handlers else {}
     on_cpu = given.get("cpu") or parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()

@@ -78,6 +78,7 @@ class HeteroEngine(EngineData):
             self.rows = data.own.rows_at(epoch, step)
             return self.rows
         share = data.sampler.step_at(epoch, step)
+        self.rounds.begin_step(self.position, share)
         # a loop that fetches ahead may still hold an earlier batch of this epoch
         held = self.weighting.trace.several and step > 0
         self.collectives.begin(share.sizes, held=held)

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning_hetero.comm.timing.step_timer import StepTimer
 from lightning_hetero.core.batching.plan import PlanEntry
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import Decision
+from lightning_hetero.data.step_share import StepShare
 from lightning_hetero.engine.training_data import TrainingData
 from lightning_hetero.engine.watch.watch import RunWatch
 
@@ -26,7 +28,7 @@ Predicted = tuple[float | None, float | None, float]
 Decide = Callable[[StepObservations], tuple[Decision, Predicted]]
 """Function from observations to a decision and what is predicted."""
 MOST_STEPS = 256
-"""Newest steps of a round over which samples are averaged."""
+"""Newest steps since a round over which samples are averaged."""
 NOT_PREDICTED: Predicted = (None, None, math.nan)
 
 
@@ -59,7 +61,12 @@ class SyncRounds:
         self.schedule = SyncSchedule(data.config.replan)
         self.observations = StepObservations.empty(control.world_size)
         self.accumulation, self.keeps_window = 1, False
-        self._seen = (0, 0)  # first step after the last round
+        self._ran: deque[tuple[tuple[int, int], tuple[int, ...]]] = deque(maxlen=MOST_STEPS)
+
+    def begin_step(self, at: tuple[int, int], share: StepShare) -> None:
+        """Note the samples of each worker in a full step, which all ranks know without a message."""
+        if share.regular and share.sizes:
+            self._ran.append((at, share.sizes))
 
     def accumulate(self, number: int) -> None:
         """Use ``number`` micro-batches per optimizer step from now on."""
@@ -124,7 +131,7 @@ class SyncRounds:
         self.control.require_equal("the plan and the step of the next sync round", (plans.history.digest(), following))
         rows = self._rows_that_ran(at)
         plans.note_rows(at, rows)
-        self._seen = at[0], at[1] + 1
+        self._ran.clear()
         plans.drop_before(at[0])
         self.schedule.done(self.timer.synced_steps, following, between_epochs=not_before[1] == 0)
         plans.sayings.note_kept(done)
@@ -132,16 +139,8 @@ class SyncRounds:
         return RoundResult(done.planner, observations, entry, predicted, error, moved, even, done.kept, rows), messages
 
     def _rows_that_ran(self, at: tuple[int, int]) -> tuple[float, ...]:
-        """Return the samples of each worker in a full step of the running plan since the last round, on average.
-
-        All ranks divide alike, so each knows the samples of all of them without a message.
-        """
-        sampler, history = self.data.sampler, self.data.plans.history
-        assert sampler is not None
-        assert history is not None
-        entry, epoch = history.at(*at), at[0]
-        begin = max((epoch, 0), (entry.epoch, entry.step), self._seen)
-        steps = range(max(min(begin[1], at[1]), at[1] + 1 - MOST_STEPS), at[1] + 1)
-        shares = [sampler.step_at(epoch, step) for step in steps]
-        sizes = [share.sizes for share in shares if share.regular and share.sizes]
+        """Return the samples of each worker in a full step of the running plan since the last round, on average."""
+        assert self.data.plans.history is not None
+        entry = self.data.plans.history.at(*at)
+        sizes = [sizes for begun, sizes in self._ran if begun >= (entry.epoch, entry.step)]
         return tuple(map(float, np.mean(sizes or [entry.plan.local_batch_sizes], axis=0)))

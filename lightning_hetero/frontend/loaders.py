@@ -263,14 +263,10 @@ def balanced_evaluation_loader(loader: Any, engine: HeteroEngine) -> Any:
     captured: Any = loader.batch_sampler
     inner = _inner(loader)
 
-    def shares() -> tuple[float, ...]:
-        engine.collectives.begin(())  # an evaluation begins, in which sizes differ, too
-        return engine.current_shares()
-
     batches = EvaluationBatchSampler(
         sample_count(loader),
         inner.batch_size,
-        shares,
+        engine.current_shares,
         engine.rank,
         engine.world_size,
         max_local=engine.workers.max_local if engine.workers else None,

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.agreement.notices import Notices
@@ -103,10 +104,19 @@ OPERATORS = {
     "reduce_scatter_tensor": "reduce_scatter_tensor",
 }
 TORCH, OURS = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/"
+
+
+def _files(call: Any) -> Iterator[str]:
+    """Yield the files of a function and of its decorators."""
+    while call is not None:
+        yield call.__code__.co_filename
+        call = getattr(call, "__wrapped__", None)
+
+
 ENTRANCES = {  # files between a user's call and a wrapped method
     *(f"{TORCH}distributed/{name}.py" for name in ("distributed_c10d", "c10d_logger", "_functional_collectives")),
     *(f"{TORCH}{name}.py" for name in ("distributed/nn/functional", "autograd/function", "_ops")),
-    getattr(dist.all_gather_into_tensor, "__wrapped__").__code__.co_filename,  # noqa: B009 - of a decorator in 2.13
+    *_files(dist.all_gather_into_tensor),
 }
 
 CURE = (
@@ -182,7 +192,7 @@ class ForeignCollectives:
         if threading.get_ident() != self._thread or self._observer.excluding or self._in_backward():
             return
         place = _place_outside()
-        if place is None:
+        if place is None or any(isinstance(tensor, FakeTensor) for tensor in _tensors(args)):  # torch only traces
             return
         group, *given = args if isinstance(args[0], dist.ProcessGroup) else (args[-1], (), args[0])
         if "reduce" in name:
@@ -262,14 +272,27 @@ def _wrap_collectives() -> None:
         for operator, name in OPERATORS.items():
             if hasattr(space, operator):
                 packet = getattr(space, operator)
-                packet._op = _asking(name, packet._op)
+                packet._op = _Operator(packet._op, _asking(name, packet._op))
+
+
+class _Operator:
+    """A wrapped operator, which torch still finds by the hash of what it calls."""
+
+    def __init__(self, call: Callable[..., Any], asking: Callable[..., Any]) -> None:
+        self._call, self._asking = call, asking
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._asking(*args, **kwargs)
+
+    def __hash__(self) -> int:
+        return hash(self._call)
 
 
 def _asking(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
     def asking(*args: Any, **kwargs: Any) -> Any:
         watch = None if _watching is None else _watching()
-        if watch is not None and not kwargs and not torch._C._len_torch_dispatch_stack():  # else torch only traces
+        if watch is not None and not kwargs:
             watch.see(name, args)
         return call(*args, **kwargs)
 

@@ -82,7 +82,7 @@ class LossCheck:
     """
 
     def __init__(self, config: HeteroConfig, notices: Notices) -> None:
-        self._notices, self._seen = notices, 0
+        self._notices, self._seen, self._compared = notices, 0, 0
         self._counted = defaultdict[int, set[float]](set)
         # A user who bounds the local batches knows that the loss depends on them.
         self._own_batch = config.min_local_batch_size is None
@@ -128,10 +128,13 @@ class LossCheck:
             for node in _nodes(root)
             if _name(node) in ("NllLoss", "NllLoss2D") and node._saved_reduction == MEAN
         ]
+        # Labels may be the numbers of the rows by chance, in a small batch, but not again and again.
+        compared = any(_compares_rows(*one, own, total) for one in entropies)
+        self._compared = self._compared + 1 if compared else 0
         found = {
             CLASS_WEIGHTS: any(_weights_classes(node) for node, _ in entropies),
             IGNORED_LABELS: not counted and self._ignores(entropies, own),
-            OWN_BATCH: self._own_batch and any(_compares_rows(*one, own, total) for one in entropies),
+            OWN_BATCH: self._own_batch and self._compared > 1,
             SUMMED: not counted and own > 0 and _is_sum(root, own),
         }
         for text in (text for text, holds in found.items() if holds):
@@ -223,10 +226,11 @@ def _weights_classes(node: Any) -> bool:
 def _compares_rows(node: Any, target: Any, own: int, total: int) -> bool:
     """Return whether the classes of a cross entropy are the rows of this worker's batch, each labelled as itself."""
     scores = node.next_functions[0][0]._input_metadata[0].shape
-    if target is None or own < 1 or target.numel() % own or scores[-1] % total == 0:  # gathered from all ranks
+    if target is None or own < 1 or target.numel() % own or scores[-1] % own or (own == 1 and scores[-1] > 1):
         return False
     views = target.reshape(-1, own)
-    return bool((views == torch.arange(own, device=target.device)).all()) and (own > 1 or scores[-1] == 1)
+    gathered = scores[-1] % total == 0
+    return not gathered and bool((views == torch.arange(own, device=target.device)).all())
 
 
 def _is_over_the_batch(module: torch.nn.Module) -> bool:
@@ -242,12 +246,11 @@ def _is_over_the_batch(module: torch.nn.Module) -> bool:
 def _is_sum(node: Any, own: int) -> bool:
     """Return whether a loss is a sum over rows, or consists of such sums only.
 
-    Who divides by at least the number of rows makes it a mean; a smaller number is a factor, or that of accumulation.
+    Who divides by the number of rows makes it a mean; Lightning divides by the batches that it accumulates, often one.
     """
     name = _name(node)
     made = [one for one, _ in node.next_functions if one is not None]
-    scaled = (name == "Mul" and own * abs(_number(node)) > 1) or (name == "Div" and abs(_number(node)) < own)
-    if name in PASSED or scaled:
+    if name in PASSED or (name == "Mul" and abs(_number(node)) >= 0.5) or (name == "Div" and _number(node) == 1):
         return len(made) == 1 and _is_sum(made[0], own)
     if name in ("Add", "Sub"):
         return bool(made) and all(_is_sum(one, own) for one in made)

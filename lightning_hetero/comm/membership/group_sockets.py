@@ -61,9 +61,10 @@ def connect(make: Callable[..., Any], timeout: timedelta | None) -> Any:
         The group; ``None`` for the default one.
     """
     timeout = timeout or dist.default_pg_timeout
+    lasts = dist.get_debug_level() == dist.DebugLevel.DETAIL  # the timeout of its wrapper cannot be set afterwards
     with making_group():
-        group = make(timeout=min(timeout, timedelta(seconds=CONNECT_S)))
-    if group is not dist.GroupMember.NON_GROUP_MEMBER:
+        group = make(timeout=timeout if lasts else min(timeout, timedelta(seconds=CONNECT_S)))
+    if group is not dist.GroupMember.NON_GROUP_MEMBER and not lasts:
         _set_pg_timeout(timeout, group)
     return group
 

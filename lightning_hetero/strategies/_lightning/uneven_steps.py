@@ -178,6 +178,20 @@ class UnevenStepsMixin(TrainDataMixin, CollectivesMixin, CheckpointMixin, Ending
         self._go_on_counting()
         self._tell_settings()
 
+    def on_validation_start(self) -> None:
+        """Look at collectives of a validation in which sizes differ, as at those of a training step."""
+        super().on_validation_start()
+        self._watch_evaluation()
+
+    def on_test_start(self) -> None:
+        """Look at collectives of a test, as at those of a validation."""
+        super().on_test_start()
+        self._watch_evaluation()
+
+    def _watch_evaluation(self) -> None:
+        if self.engine is not None and self.config.balance_evaluation:
+            self.engine.collectives.begin(())
+
     # one step
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:

@@ -166,14 +166,27 @@ class MembershipLauncher:
         return state
 
     def _newest_saved(self) -> str | None:
-        """Return the checkpoint that workers go on from which have lost a state; ``None`` without one, or a loss."""
-        step, saved = self._roster.noted(STEP), self._roster.noted(SAVED)
+        """Return the checkpoint that workers without a state go on from, if one was lost; a collective call.
+
+        Raises:
+            MembershipError: on all workers, if they are in different fits of their scripts.
+        """
+        roster = self._roster
+        step, saved = roster.noted(STEP), roster.noted(SAVED)
+        everyone: list[Any] = [None] * roster.world_size
+        # The first worker's words count for all: others may have read before or after a worker wrote.
+        dist.all_gather_object(everyone, (roster.fits, step, saved, saved is not None and os.path.exists(saved)))
+        fits = [one[0] for one in everyone]
+        if len(set(fits)) > 1:
+            raise MembershipError(
+                f"workers are in fits {fits} of their scripts: some were started again. A worker can be replaced in "
+                "the first fit only; run the script again."
+            )
+        _, step, saved, _ = everyone[0]
         if step is None:
             return None
-        reach: list[bool] = [False] * self._roster.world_size
-        dist.all_gather_object(reach, saved is not None and os.path.exists(saved))
-        found = saved if all(reach) else None
-        if self._roster.rank == 0:
+        found = saved if all(one[2:] == (saved, True) for one in everyone) else None
+        if roster.rank == 0:
             log.warning(
                 "all workers that had the state of the training in step %s are lost: it goes on from %s",
                 *(step, found or "the ckpt_path that the script gives to fit, or else from the first step"),
