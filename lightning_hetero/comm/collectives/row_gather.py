@@ -9,7 +9,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -272,20 +272,14 @@ def _wrap_collectives() -> None:
         for operator, name in OPERATORS.items():
             if hasattr(space, operator):
                 packet = getattr(space, operator)
-                packet._op = _Operator(packet._op, _asking(name, packet._op))
+                packet._op = _Operator(_asking(name, packet._op))
 
 
-class _Operator:
+class _Operator(partial[Any]):
     """A wrapped operator, which torch still finds by the hash of what it calls."""
 
-    def __init__(self, call: Callable[..., Any], asking: Callable[..., Any]) -> None:
-        self._call, self._asking = call, asking
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._asking(*args, **kwargs)
-
     def __hash__(self) -> int:
-        return hash(self._call)
+        return hash(self.func.__wrapped__)  # type: ignore[attr-defined]
 
 
 def _asking(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
