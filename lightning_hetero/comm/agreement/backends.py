@@ -54,8 +54,10 @@ def check_backends(given: Sequence[tuple[str, str]]) -> None:
         Traceback (most recent call last):
         ValueError: ranks cannot exchange gradients: rank 0 sends those of a 'cuda' device by 'nccl', ...
     """
+    if len(given) == 1:
+        return
     carriers = [(backend.lower(), _carrier(backend, kind)) for backend, kind in given]
-    if len(given) == 1 or (len(set(carriers)) == 1 and carriers[0][1]):
+    if len(set(carriers)) == 1 and carriers[0][1]:
         return
     ranks: dict[str, list[str]] = {}
     for rank, (backend, kind) in enumerate(given):

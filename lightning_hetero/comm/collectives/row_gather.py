@@ -196,7 +196,8 @@ class ForeignCollectives:
             return
         group, *given = args if isinstance(args[0], dist.ProcessGroup) else (args[-1], (), args[0])
         if "reduce" in name:
-            if self._unequal and self._observer.in_forward and any(map(torch.is_floating_point, _tensors(given))):
+            means = any(map(torch.is_floating_point, _tensors(given))) and not _is_extreme(args)
+            if self._unequal and self._observer.in_forward and means:
                 self._notice(
                     name,
                     f"{name}() at {place} runs in a step whose batches differ in size between ranks, and gives all "
@@ -247,6 +248,12 @@ def _tensors(data: Any) -> Iterator[torch.Tensor]:
     elif isinstance(data, list | tuple):
         for part in data:
             yield from _tensors(part)
+
+
+def _is_extreme(args: tuple[Any, ...]) -> bool:
+    """Return whether a reduction is a maximum or minimum, which needs no weights."""
+    operations = [getattr(one, "reduceOp", one) for one in args if isinstance(one, str) or hasattr(one, "reduceOp")]
+    return any(one in ("max", "min", dist.ReduceOp.MAX, dist.ReduceOp.MIN) for one in operations)
 
 
 def _place_outside() -> str | None:
