@@ -252,8 +252,10 @@ def _tensors(data: Any) -> Iterator[torch.Tensor]:
 
 def _is_extreme(args: tuple[Any, ...]) -> bool:
     """Return whether a reduction is a maximum or minimum, which needs no weights."""
-    operations = [getattr(one, "reduceOp", one) for one in args if isinstance(one, str) or hasattr(one, "reduceOp")]
-    return any(one in ("max", "min", dist.ReduceOp.MAX, dist.ReduceOp.MIN) for one in operations)
+    for one in args:
+        if hasattr(one, "reduceOp"):  # which equals a constant of torch, but not the other way round
+            return one.reduceOp == dist.ReduceOp.MAX or one.reduceOp == dist.ReduceOp.MIN
+    return "max" in args[1:2] or "min" in args[1:2]  # an operator's
 
 
 def _place_outside() -> str | None:
