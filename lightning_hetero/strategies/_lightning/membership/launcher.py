@@ -86,6 +86,7 @@ class MembershipLauncher:
         self._inner, self._strategy, self._roster = inner, strategy, roster
         self._hooks = sys.excepthook, sys.excepthook  # before torch has made a group, and since
         self._in_vain = 0
+        self._saved: str | None = None  # the checkpoint that a fit of this generation begins from
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -101,7 +102,7 @@ class MembershipLauncher:
             fitting = False
             try:
                 state = self._join(brought)
-                found = self._newest_saved() if state is None else PEERS
+                found = self._saved if state is None else PEERS
                 fitting = trainer.training = True  # the step that has failed may have been one of validation
                 given = args if found is None else with_checkpoint(function, args, found)
                 result = function(*given, **kwargs)
@@ -145,6 +146,7 @@ class MembershipLauncher:
         if roster.generation is not None and dist.is_initialized():  # another fit of the same members
             strategy.begin_generation(roster)
             roster.watch()
+            self._saved = None
             return None
         generation = roster.meet()
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(roster.rank), str(roster.world_size)
@@ -158,6 +160,7 @@ class MembershipLauncher:
                 f"are in fit {state.progress[0]}. A worker can be replaced in the first fit only; run the script again."
             )
         strategy.go_on_from(state)
+        self._saved = self._newest_saved() if state is None else None
         if state is not None and roster.rank == 0:
             slots = ", ".join(str(one.slot) for one in generation.members)
             log.warning(
