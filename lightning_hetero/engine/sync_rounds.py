@@ -142,5 +142,6 @@ class SyncRounds:
         """Return the samples of each worker in a full step of the running plan since the last round, on average."""
         assert self.data.plans.history is not None
         entry = self.data.plans.history.at(*at)
-        sizes = [sizes for begun, sizes in self._ran if begun >= (entry.epoch, entry.step)]
+        first = max((entry.epoch, entry.step), (at[0], 0))
+        sizes = [sizes for begun, sizes in self._ran if begun >= first]
         return tuple(map(float, np.mean(sizes or [entry.plan.local_batch_sizes], axis=0)))

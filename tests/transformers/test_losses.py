@@ -180,7 +180,7 @@ def test_equals_one_process(both, name):
     assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)
     assert abs(two["weights"] - one["weights"]).max() < 1e-6
     assert two["plans"] == [(0, 8) if name == "a_rank_without_share" else (2, 6)]
-    assert two["told"] == []
+    assert set(two["told"]) <= ({"weight_fn"} if "own" in name else set())
 
 
 def test_class_weights_in_a_loss_of_ones_own_are_named():
@@ -194,7 +194,7 @@ def test_class_weights_in_a_loss_of_ones_own_are_named():
             "told"
         ]
 
-    assert run_ranks(run, 2) == [["weight_fn"], []]
+    assert [set(told) for told in run_ranks(run, 2)] == [{"weight_fn"}, set()]
 
 
 def test_bf16_differs_by_its_rounding():
