@@ -64,7 +64,7 @@ def fit(folder, seconds_per_sample, saves, last=False):
     saving = [ModelCheckpoint(folder / "saved", every_n_train_steps=1, filename="fit", enable_version_counter=False)]
     keeping = [ModelCheckpoint(folder / "saved", every_n_train_steps=KEPT, save_top_k=0, save_last=True)]
     trainer = quiet_trainer(saving if saves else keeping if last else [])
-    saved = folder / "saved" / "fit.ckpt"
+    saved = folder / "saved" / ("last.ckpt" if last else "fit.ckpt")
     loader = DataLoader(Numbers(), LOCAL, shuffle=True)
     model = Fit(folder, seconds_per_sample)
     train_and_save(trainer, model, loader, folder, saved if saved.exists() else None)

@@ -185,6 +185,40 @@ def started(folder, *command, **environment):
         )
 
 
+class Keepers:
+    """Keepers that a scheduler starts one by one, without torchrun; to a job, they are one process.
+
+    Args:
+        start: starts the keeper of a slot.
+        slots: number of slots.
+    """
+
+    def __init__(self, start, slots):
+        self.running = {slot: start(slot) for slot in range(slots)}
+
+    def lose(self, slot):
+        """Kill a keeper, and with it its worker, and nobody starts it again."""
+        self.running.pop(slot).kill()
+
+    def poll(self):
+        """Return the greatest exit code of those that were not killed; ``None`` while one of them runs."""
+        codes = [keeper.poll() for keeper in self.running.values()]
+        return None if None in codes else max(codes, key=abs)
+
+    def send_signal(self, number):
+        for keeper in self.running.values():
+            keeper.send_signal(number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout=None):
+        until = time.monotonic() + (timeout or 0.0)
+        for keeper in self.running.values():
+            keeper.wait(timeout and max(0.0, until - time.monotonic()))
+        return self.poll()
+
+
 def torchrun(workers=WORKERS):
     """Return the beginning of a command that runs a script on all workers."""
     return sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={workers}"
@@ -194,6 +228,19 @@ def kept_job(folder, port, silence=5.0, script="_lossy_fit.py", workers=WORKERS,
     """Return a job of workers with keepers, under torchrun."""
     keeper = (f"--master-port={port}", "-m", "lightning_hetero.keeper", "--max-restarts=100000", f"--silence={silence}")
     return Job(folder, started(folder, *torchrun(workers), *keeper, HERE / script, folder, *arguments), workers)
+
+
+def keepers_apart(folder, port, silence, workers, attempt):
+    """Return keepers of workers that save ``last.ckpt``, started one by one; that of slot 0 holds the job's store."""
+    command = (sys.executable, "-m", "lightning_hetero.keeper", "--max-restarts=100000", f"--silence={silence}")
+
+    def start(slot):
+        ranks = {"RANK": slot, "LOCAL_RANK": slot, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
+        settings = ranks | {"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ATTEMPT": attempt}
+        environment = {name: str(value) for name, value in settings.items()}
+        return started(folder, *command, HERE / "_lossy_fit.py", folder, "--last", **environment)
+
+    return Keepers(start, workers)
 
 
 def notes_folder(name):
@@ -310,16 +357,18 @@ def check_progress(lives):
 
 
 def check_saved(folder, total):
-    """Check that the only checkpoint in a folder, if there is one, is ``last.ckpt``, and that it is the newest.
+    """Check that the only checkpoint in a folder, if there is one, is ``last.ckpt``, and the newest; return its step.
 
     Raises:
         LossError: if there are others, or it is too old.
     """
     names = sorted(path.name for path in folder.glob("*"))
-    if names:
-        step = torch.load(folder / "last.ckpt", weights_only=False)["global_step"]
-        if names != ["last.ckpt"] or step <= total - 2 * KEPT:
-            raise LossError(f"after {total} steps, there are {names}, and last.ckpt is of step {step}")
+    if not names:
+        return 0
+    step = torch.load(folder / "last.ckpt", weights_only=False)["global_step"]
+    if names != ["last.ckpt"] or step <= total - 2 * KEPT:
+        raise LossError(f"after {total} steps, there are {names}, and last.ckpt is of step {step}")
+    return step
 
 
 def check_replicas(folder, workers=WORKERS):

@@ -25,6 +25,9 @@ from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
 from lightning_hetero import HeteroDDPStrategy
 
+ATTEMPT = 1000 * int(os.environ.get("ATTEMPT", "0"))
+"""Added to the numbers of groups and of lives by a job that was started again as a whole: its keepers count anew."""
+
 
 class Notes:
     """Notes of this process; each line is in the file before the next thing happens."""
@@ -103,7 +106,7 @@ class Noted(L.LightningModule):
         """Which group of workers trains: how often it has changed, or been started again by torchrun."""
         roster = getattr(self.trainer.strategy, "_roster", None)
         if roster is not None:
-            return roster.generation.number
+            return ATTEMPT + roster.generation.number
         return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
     def on_train_start(self):
@@ -132,7 +135,8 @@ def slot_and_life():
     """Return the slot of this worker, and how often it was started before."""
     environment = os.environ
     slot = environment.get("LIGHTNING_HETERO_SLOT", environment.get("RANK"))
-    return slot, environment.get("LIGHTNING_HETERO_LIFE", environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    life = environment.get("LIGHTNING_HETERO_LIFE", environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return slot, ATTEMPT + int(life)
 
 
 def quiet_trainer(callbacks=()):

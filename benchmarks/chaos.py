@@ -13,6 +13,12 @@ both include what other faults do meanwhile.
 
 The kills alone, on three and on four workers: ``chaos.py --kinds kill --events 17 --each 17 --mean 1 --workers 3 4
 --seed 0 1 2 --last --out results/kills.json``.
+
+With ``--apart``, keepers are started one by one, as by a scheduler: torchrun would end the job with any of them. Then
+``keeper`` is one more kind: the keeper is killed with its worker, and the others go on without that slot. In the end,
+the keeper that holds the job's store is killed. All others must end with code 1, and the job that is started again goes
+on from ``last.ckpt``: ``chaos.py --apart --kinds kill kill kill keeper --events 8 --each 8 --mean 1 --seed 0 1 2 --out
+results/keepers.json``.
 """
 
 import argparse
@@ -24,15 +30,26 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from _lossy_job import LOCAL, account, end_after, kept_job, notes_folder
+from _lossy_job import (
+    LOCAL,
+    Job,
+    LossError,
+    account,
+    check_saved,
+    end_after,
+    keepers_apart,
+    kept_job,
+    notes_folder,
+)
 from hardware import write_table
 
 HERE = Path(__file__).parent
 KINDS = ("kill", "segfault", "freeze", "pause", "slow", "link delay", "link cut")
-DEADLY = ("kill", "segfault", "freeze")
+DEADLY = ("kill", "segfault", "freeze", "keeper")
 LAST = {"pause": (0.2, 2.0), "slow": (1.0, 4.0), "link delay": (1.0, 4.0)}  # seconds, least and most
 
 
@@ -74,6 +91,8 @@ class Chaos:
         having = [life for life in self.job.members() if life.pid not in self.lost]
         self.rng.shuffle(lives)
         for life in lives:
+            if kind == "keeper" and life.slot == 0:  # holds the store
+                continue
             if kind not in DEADLY or any(one is not life for one in having):
                 return life
         return None
@@ -96,6 +115,10 @@ class Chaos:
         """Make the fault; return whether the process was there."""
         if kind in ("kill", "freeze"):
             return self.job.signal(life, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+        if kind == "keeper":
+            self.job.process.lose(life.slot)
+            self.job.workers -= 1
+            return True
         if kind == "pause":
             there = self.job.signal(life, signal.SIGSTOP)
             threading.Timer(seconds, self.end_pause, (life,)).start()
@@ -198,24 +221,51 @@ def stall(steps, event):
     return float(np.diff([begin, *times[first : last + 1]]).max())
 
 
-def train(job, rng, kinds, mean, each, patience=60.0):
-    """Train under these faults; return the rows of the table."""
+def lose_the_store(job, again, patience):
+    """Kill the keeper that holds the store, see all others end, and let the job go on; return what it has cost.
+
+    Raises:
+        LossError: if a keeper goes on or ends otherwise, or the job begins anew with another state than the newest one.
+    """
+    after = job.members()[0].notes[-1].get("done", 0) + 20  # the last fault is over
+    job.wait(lambda: job.members()[0].notes[-1].get("done", 0) > after, patience, "20 more steps")
+    keepers, began = job.process, time.monotonic()
+    keepers.lose(0)
+    code = keepers.wait(patience)
+    ended = time.monotonic() - began
+    job.poll()
+    if code != 1:
+        raise LossError(f"keepers have ended with {code} when their store was lost\n{job.tail()}")
+    done = 1 + max(note["done"] for life in job.lives.values() for note in life.notes if "done" in note)
+    saved = check_saved(job.folder / "saved", done)
+    job.process = again()
+    job.workers = len(job.process.running)
+    job.wait(lambda: len(job.members()) == job.workers and job.first_done(began), patience + 60, "steps of a new job")
+    first = min(note["start"] for life in job.members() for note in life.notes if "start" in note)
+    if first != saved:
+        raise LossError(f"the job goes on in step {first}, and last.ckpt is of step {saved}")
+    return {"store_ends_s": ended, "redone": done - saved}
+
+
+def train(job, rng, kinds, mean, each, patience=60.0, again=None):
+    """Train under these faults, lose the store if ``again`` starts keepers anew; return the rows of the table."""
     load = os.getloadavg()[0]
     with job:
         chaos = Chaos(job, rng, patience)
         job.wait(chaos.whole, 120, "a first step of all workers")
         job.wait(lambda: min(life.notes[-1].get("done", 0) for life in job.members()) > 20, 60, "20 steps")
         found = stretches(chaos, kinds, mean, each)
+        more = {} if again is None else lose_the_store(job, again, patience)
         job.stop(patience + 60)
         steps, void, difference = account(job)
-    more = {"void": void, "difference": difference, "load": load, "mean_s": mean}
+    more |= {"void": void - more.get("redone", 0), "difference": difference, "load": load, "mean_s": mean}
     return rows_of(chaos.events, steps, found, job, more)
 
 
 def rows_of(events, steps, found, job, more):
     """Return a row for each kind of fault, and one of all."""
     rows = []
-    for kind in KINDS:
+    for kind in (*KINDS, "keeper"):
         mine = [event for event in events if event.kind == kind]
         if mine:
             stalls = [stall(steps, event) for event in mine]
@@ -240,15 +290,18 @@ def main():
     parser.add_argument("--each", type=int, default=10, help="faults of a stretch")
     parser.add_argument("--mean", type=float, default=3.0, help="seconds between faults")
     parser.add_argument("--silence", type=float, default=5.0, help="seconds after which a keeper kills a frozen worker")
-    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS, metavar="KIND")
+    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=(*KINDS, "keeper"), metavar="KIND")
     parser.add_argument("--workers", type=int, nargs="+", default=[4], help="one job for each number, and each seed")
     parser.add_argument("--seed", type=int, nargs="+", default=[0])
     parser.add_argument("--last", action="store_true", help="save last.ckpt, which has to be the newest at the end")
+    parser.add_argument("--apart", action="store_true", help="keepers without torchrun, whose store is lost at the end")
     parser.add_argument("--wall", type=int, default=3600, help="seconds after which it is an error")
     parser.add_argument("--port", type=int, default=29871)
     parser.add_argument("--keep", help="folder in which the notes stay")
     parser.add_argument("--out", default=str(HERE / "results" / "chaos.json"))
     args = parser.parse_args()
+    if "keeper" in args.kinds and not args.apart:
+        parser.error("--kinds keeper: torchrun ends the job with a keeper. Add --apart")
     end_after(args.wall)
     rows = []
     for workers, seed in itertools.product(args.workers, args.seed):
@@ -256,9 +309,14 @@ def main():
         kinds = drawn(rng, args.events, args.kinds)
         with tempfile.TemporaryDirectory() as temporary:
             folder = notes_folder(Path(args.keep or temporary) / f"{workers}-{seed}")
-            arguments = ["--last"] if args.last else []
-            job = kept_job(folder, args.port, args.silence, workers=workers, arguments=arguments)
-            found = train(job, rng, kinds, args.mean, args.each)
+            if args.apart:
+                keepers = partial(keepers_apart, folder, args.port, args.silence, workers)
+                job, again = Job(folder, keepers(attempt=0), workers), partial(keepers, attempt=1)
+            else:
+                arguments = ["--last"] if args.last else []
+                job = kept_job(folder, args.port, args.silence, workers=workers, arguments=arguments)
+                again = None
+            found = train(job, rng, kinds, args.mean, args.each, again=again)
         rows += [{**row, "workers": workers, "seed": seed} for row in found]
     if len(args.kinds) == 1:  # then the faults of this kind are all
         rows = [{**one, **total} for one, total in zip(rows[::2], rows[1::2], strict=True)]

@@ -739,6 +739,20 @@ def test_lost_workers_are_those_of_the_benchmarks():
         for cell, name in zip(cells, ("workers", "events", "steps", "groups", "void"), strict=True):
             same_when_rounded(cell, row[name])
         same_when_rounded(stall, row["stall_s"], row["longest_stall_s"])
+    table, keepers = quoted("keepers")
+    for (kills, lost, *cells), *rows in zip(table, *(keepers["rows"][i::3] for i in range(3)), strict=True):
+        same_when_rounded(kills, rows[0]["events"])
+        same_when_rounded(lost, rows[1]["events"])
+        values = (
+            rows[2]["steps"],
+            rows[2]["void"],
+            rows[1]["longest_stall_s"],
+            rows[2]["store_ends_s"],
+            rows[2]["redone"],
+        )
+        for cell, value in zip(cells, values, strict=True):
+            same_when_rounded(cell, value)
+    assert max(row["redone"] for row in keepers["rows"][2::3]) <= 10, "the page says so"
 
 
 def test_the_hour_of_the_soak_is_that_of_the_benchmark():

@@ -101,7 +101,8 @@ def test_the_sizes_that_are_shown_are_those_that_ran(number, tmp_path):
         assert np.isclose(one.ran, possible, rtol=1e-5).all(axis=1).any(), (one.ran, possible)
         before += one.count
     assert rows == others
-    assert rows[-1] == pytest.approx(record.rounds[-1].ran, rel=1e-5)
+    newest = [each for each in rows if each][-1]  # a plan of the last round has not run
+    assert newest == pytest.approx(record.rounds[-1].ran, rel=1e-5)
     logged = [[one[f"hetero/local_batch_size/rank{rank}"] for rank in (0, 1)] for one in history if METRIC in one]
     assert all(np.isclose(one, [each.ran for each in record.rounds], rtol=1e-5).all(axis=1).any() for one in logged)
     assert len(logged) > 1

@@ -1,11 +1,13 @@
 """TRL's trainers on unequal ranks give the gradients of one process."""
 
+import os
 import random
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from lightning_hetero.transformers import hetero_trainer
 from tests.helpers import run_ranks
 from tests.transformers.runs import VOCABULARY, arguments, llama, of, trained
 
@@ -71,8 +73,10 @@ def generated(rank):
     """Rewards of generated texts, by the switch alone."""
     given = {"num_generations": 4, "max_completion_length": 4, "max_steps": 2, "gradient_checkpointing": False}
     args = arguments(8, None, cls=trl.GRPOConfig, **given)
+    switched_on = os.environ["ACCELERATE_USE_HETERO"] == "true"
+    cls = hetero_trainer(trl.GRPOTrainer) if switched_on else trl.GRPOTrainer  # as after a start with the switch
     return trained(
-        trl.GRPOTrainer(
+        cls(
             model=llama(longest=64),
             args=args,
             train_dataset=data("prompt"),

@@ -184,6 +184,12 @@ class Workers:
             )
         if running is not None and not self.in_multiples(running):
             running = None  # it ran before the setting was given
+        if total % self.multiple:
+            raise ValueError(
+                f"a total batch of {total} samples cannot be split into multiples of local_batch_multiple="
+                f"{self.multiple}. Change the DataLoader's batch_size so that the total is "
+                f"{max(total // self.multiple, self.world_size) * self.multiple}, or the multiple."
+            )
         if config.fixes_split:
             proposal = Proposal(BatchPlan(total, tuple(config.local_batch_sizes or ())), "given split")
             self.check_user_split(proposal.plan)

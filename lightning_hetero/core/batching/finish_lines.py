@@ -111,11 +111,6 @@ def check_bounds(
         [[1.0, 1.0], [2.0, 6.0]]
     """
     check_int("multiple", multiple, minimum=1)
-    if total % multiple:
-        raise ValueError(
-            f"total_batch_size={total} cannot be split into multiples of {multiple}. Make it "
-            f"{total - total % multiple or multiple} or {total + -total % multiple}."
-        )
 
     def per_worker(name: str, bound: Bound) -> Array:
         if isinstance(bound, Sequence | np.ndarray):
@@ -123,7 +118,7 @@ def check_bounds(
         return np.full(workers, float(check_int(name, bound, minimum=0)))
 
     low = multiple * np.ceil(per_worker("min_local", min_local) / multiple)
-    high = np.full(workers, float(total)) if max_local is None else per_worker("max_local", max_local)
+    high = np.full(workers, np.inf) if max_local is None else per_worker("max_local", max_local)
     high = multiple * np.floor(high / multiple)
     if np.any(low > high):
         i = int(np.argmax(low > high))
@@ -140,5 +135,10 @@ def check_bounds(
         raise ValueError(
             f"total_batch_size={total} does not fit: the upper bounds {[int(h) for h in high[:16]]} sum to "
             f"{int(high.sum())}. Lower the total to {int(high.sum())}, raise max_local, or accumulate gradients."
+        )
+    if total % multiple:  # both of these are within the bounds, which are multiples
+        raise ValueError(
+            f"total_batch_size={total} cannot be split into multiples of {multiple}. Make it "
+            f"{total - total % multiple} or {total + -total % multiple}."
         )
     return low / multiple, np.minimum(high, float(total)) / multiple

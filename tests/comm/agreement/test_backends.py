@@ -120,7 +120,7 @@ def test_a_backend_that_can_be_split_stays_bound(monkeypatch):
     monkeypatch.setattr(backends.dist, "get_backend_config", lambda group=None: "nccl")
     monkeypatch.setattr(backends.dist, "group", SimpleNamespace(WORLD=default))
     monkeypatch.setattr(
-        backends.dist, "new_group", lambda ranks: seen.append(backends.dist.group.WORLD.bound_device_id)
+        backends.dist, "new_group", lambda ranks, **_: seen.append(backends.dist.group.WORLD.bound_device_id)
     )
     backends.new_group([0])
     assert seen == [CUDA]
