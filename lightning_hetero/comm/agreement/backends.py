@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ __all__ = ["backend_of", "check_backends", "compare_backends", "new_group"]
 
 PATIENCE = timedelta(seconds=10)
 """Longest wait, when ranks are refused, until all of them know why: then rank 0 may end the store."""
+_TRAININGS = count()
+"""Numbers of the comparisons of this process, which are those of its peers: torchrun starts all anew together."""
 
 
 def backend_of(device: torch.device, group: Any = None) -> str:
@@ -75,7 +78,8 @@ def compare_backends(
 ) -> dist.Store | None:
     """Let the ranks tell each other their backends in the store of ``env://``, before they make the default group.
 
-    Without this, a rank with NCCL and one with gloo wait for each other until the timeout. No key stays in the store.
+    Without this, a rank with NCCL and one with gloo wait for each other until the timeout. Each training of a process
+    has keys of its own, so that no rank reads what another said before; those of the training before go.
 
     Args:
         backend: with which this rank would make the group.
@@ -94,21 +98,19 @@ def compare_backends(
         return None
     timeout = timeout or default_pg_timeout
     server: dist.Store = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store, keys = dist.PrefixStore(f"lightning_hetero/backend/{attempt}", server), list(map(str, range(world_size)))
-    store.set(keys[rank], f"{backend} {device.type}")
-    store.wait(keys, timeout)
-    given = [value.decode().split(" ") for value in store.multi_get(keys)]
-    last = store.add("read", 1) == world_size
-    for key in (*keys, "read") if last else ():
-        store.delete_key(key)
+    training = next(_TRAININGS)
+    everyone = [f"lightning_hetero/backend/{training}/{each}" for each in range(world_size)]
+    server.set(everyone[rank], f"{backend} {device.type}")
+    if training:
+        server.delete_key(f"lightning_hetero/backend/{training - 1}/{rank}")
+    server.wait(everyone, timeout)
+    given = [value.decode().split(" ") for value in server.multi_get(everyone)]
     try:
         check_backends([(name, kind) for name, kind in given])
     except ValueError:
         with suppress(RuntimeError):  # the store may be gone with rank 0
-            if last:
-                store.set("all know", "")
-            store.wait(["all know"], PATIENCE)
+            server.set(f"{everyone[rank]} read", "")
+            server.wait([f"{key} read" for key in everyone], PATIENCE)
         raise
     return server
 

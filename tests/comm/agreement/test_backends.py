@@ -1,5 +1,6 @@
 """Backends by device and by rank, and subgroups beside a default group that is bound to a GPU."""
 
+import os
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -82,7 +83,8 @@ def test_ranks_whose_backends_do_not_fit_are_refused_before_they_wait_for_each_o
 
 
 def _joins_again(rank):
-    """How many keys the store has after the first comparison, and after two more."""
+    """How many keys the store has after the first comparison, and after more; each agent has its count of restarts."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank)
     compare = partial(backends.compare_backends, "gloo", CPU, rank=rank, world_size=3, timeout=WITHIN)
     store = compare()
     dist.init_process_group("gloo")
@@ -95,7 +97,7 @@ def _joins_again(rank):
     return keys
 
 
-def test_comparing_backends_leaves_nothing_in_the_store():
+def test_comparing_backends_again_leaves_no_more_in_the_store():
     assert all(len(set(keys)) == 1 for keys in run_ranks(_joins_again, 3))
 
 
