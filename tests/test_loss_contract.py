@@ -4,6 +4,7 @@ Gradients of every window are compared with one process on the same global batch
 those of the table in docs/what-gets-averaged.md.
 """
 
+import itertools
 import logging
 import warnings
 from functools import cache
@@ -311,6 +312,18 @@ def causal(z, net):
     return nn.functional.cross_entropy(z.view(-1, 7), labels.flatten())
 
 
+def causal_of_lengths():
+    """The same, of texts that are longer in every other batch."""
+    lengths = itertools.cycle([2, 7])
+
+    def loss(z, net):
+        length = next(lengths)
+        labels = torch.tensor([[1] * (length - 1) + [-100]] * len(z))
+        return nn.functional.cross_entropy(z.view(-1, 14 // length), labels.flatten())
+
+    return loss
+
+
 def pairs(z):
     return nn.functional.normalize(z[:, :6]), nn.functional.normalize(z[:, 6:12])
 
@@ -421,6 +434,7 @@ TOLD = {
         "roots, row by row": lambda z, net: sum(row.square().mean().sqrt() for row in z) / len(z),
         "binary": binary("mean"),
         "causal": causal,
+        "causal, lengths that change": causal_of_lengths(),
         "gathered": gathered,
         "ArcFace": arcface,
         "uncertain": uncertain,

@@ -1,5 +1,6 @@
 """Files that exist as a whole or not at all, and what is wrong with a torch file that was damaged nevertheless."""
 
+import fcntl
 import lzma
 import os
 import re
@@ -9,12 +10,7 @@ import zipfile
 import zlib
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
-
-try:
-    import fcntl as locks
-except ImportError:  # Windows, where what a killed process left stays
-    locks: Any = None  # type: ignore[no-redef]
+from typing import BinaryIO
 
 __all__ = ["damage_of", "write_file"]
 
@@ -56,7 +52,7 @@ def write_file(path: str | Path, content: bytes | memoryview) -> None:
     try:
         with file:  # its lock lasts until it has its name
             if mode is not None:
-                with suppress(OSError, AttributeError):  # not every system and file system has permissions
+                with suppress(OSError):  # not every file system has permissions
                     os.fchmod(file.fileno(), mode)
             file.write(content)
             file.flush()
@@ -79,8 +75,8 @@ def _new_part(path: Path, mode: int) -> tuple[Path, BinaryIO]:
     while True:
         part = path.with_name(f".{path.name[:SHOWN]}.{secrets.token_hex(8)}.part")
         file = open(part, "xb", opener=lambda name, flags: os.open(name, flags, mode))  # noqa: SIM115
-        with suppress(OSError, AttributeError):  # not every system and file system has locks
-            locks.flock(file, locks.LOCK_EX)
+        with suppress(OSError):  # not every file system has locks
+            fcntl.flock(file, fcntl.LOCK_EX)
         if part.exists():
             return part, file
         file.close()  # another process took it for a leftover before it was locked
@@ -92,10 +88,10 @@ def _remove_leftovers(path: Path) -> None:
     for one in path.parent.iterdir():
         if not ours.fullmatch(one.name):
             continue
-        with suppress(OSError, AttributeError):  # it is locked, gone, or not a file
+        with suppress(OSError):  # it is locked, gone, or not a file
             part = os.open(one, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
-                locks.flock(part, locks.LOCK_EX | locks.LOCK_NB)
+                fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 one.unlink()
             finally:
                 os.close(part)

@@ -75,8 +75,14 @@ def end_folder(folder: str | Path, control: ControlPlane | None = None) -> None:
         before = json.loads(path.read_bytes() or "{}")
         return [name for name, state in _resumed(folder).items() if state != before.get(name)]
 
-    lines = [f"{found}  {name}" for name, found in _sums(folder, _decided(new, control), control)]
-    _decided(lambda: write_file(path, "\n".join([*lines, END, ""]).encode()), control)
+    sums = _sums(folder, _decided(new, control), control)
+
+    def write() -> None:
+        # the rank that has listed a file sees it, also where another host does not yet
+        lines = [f"{found or _sha256(Path(folder, name))}  {name}" for name, found in sums]
+        write_file(path, "\n".join([*lines, END, ""]).encode())
+
+    _decided(write, control)
 
 
 def _decided(decision: Callable[[], T], control: ControlPlane | None) -> T:

@@ -170,6 +170,10 @@ class Fits(Regressor):
                 failure()
             hidden.register_hook(failure)
         loss = nn.functional.mse_loss(self.net[2:](hidden), batch[1], reduction=self.reduction)
+        if "of its own" in self.say:
+            torch.distributed.barrier()
+        if "a sum" in self.say:
+            torch.distributed.all_reduce(loss.detach())
         self.seen.append((self.trainer.current_epoch, batch_idx, batch[2].tolist()))
         self.log("loss", loss.detach(), on_step="at once" in self.say, on_epoch=True, sync_dist=True)
         return {"loss": loss, "extra": 1} if "more" in self.say else loss
@@ -338,14 +342,16 @@ def test_a_total_that_no_longer_fits_is_an_error_on_every_rank():
     ("settings", "model", "reason"),
     [
         ({}, {"say": ("at once",)}, "training_step waits for the other ranks"),
+        ({}, {"say": ("of its own",)}, "training_step waits for the other ranks"),
+        ({"policy": "even"}, {"say": ("a sum",), "where": "backward"}, "training_step waits for the other ranks"),
         ({}, {"say": ("more",)}, "training_step returns more than its loss"),
         ({}, {"say": ("early",), "bound": 100}, "it ran out before training_step"),
         ({"ddp_comm_hook": full_hook}, {"bound": 100}, "it ran out while gradients were sent"),
     ],
-    ids=["a collective", "other outputs", "before", "a hook"],
+    ids=["a collective", "a raw one", "a raw one with equal sizes", "other outputs", "before", "a hook"],
 )
 def test_what_cannot_be_done_again_is_one_named_error_on_every_rank(settings, model, reason):
-    errors = errors_of({**SPLIT, **settings}, {"bound": 7, **model})
+    errors = errors_of({**({} if "policy" in settings else SPLIT), **settings}, {"bound": 7, **model})
     assert [rank for rank, _, _ in errors] == [0, 1]
     (_, others, other), (_, kind, own) = errors
     assert (others, kind) == ("RuntimeError", "OutOfMemoryError")

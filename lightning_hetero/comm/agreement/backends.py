@@ -14,7 +14,7 @@ from torch.distributed import Backend, BackendConfig
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from lightning_hetero.comm.membership.group_sockets import connect, making_group
+from lightning_hetero.comm.membership.group_sockets import connect
 from lightning_hetero.comm.membership.slots import SLOT
 
 __all__ = ["backend_of", "check_backends", "compare_backends", "new_group"]
@@ -122,11 +122,9 @@ def new_group(ranks: list[int] | None = None, *, timeout: timedelta | None = Non
     group and, on ranks outside it, calls a function that only NCCL has: gloo fails with "no attribute
     'perform_nocolor_split'".
     """
+    make = partial(dist.new_group, ranks, **kwargs)
     with _unbound_without_split():
-        if SLOT in os.environ:  # a worker may be lost meanwhile
-            return connect(partial(dist.new_group, ranks, **kwargs), timeout)
-        with making_group():
-            return dist.new_group(ranks, timeout=timeout, **kwargs)
+        return connect(make, timeout) if SLOT in os.environ else make(timeout=timeout)  # a worker may be lost meanwhile
 
 
 @contextmanager

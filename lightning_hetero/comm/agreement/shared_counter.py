@@ -7,6 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_hetero.comm.membership.slots import GENERATION
+
 __all__ = ["SharedCounter"]
 
 
@@ -47,7 +49,7 @@ class SharedCounter:
             return cls(None, "")
         store: dist.Store = dist.distributed_c10d._get_default_store()
         run = store.add(f"lightning_hetero/counters/{rank}", 1)
-        return cls(store, f"lightning_hetero/counter/{run}")
+        return cls(store, f"lightning_hetero/counter/{os.environ.get(GENERATION, '')}/{run}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_store": None, "_pid": -1}
@@ -89,8 +91,8 @@ def _address(store: dist.Store) -> tuple[str, int] | None:
 
 
 def _lowest(store: dist.Store) -> dist.Store:
-    """Return the store below all prefixes, the one that a loader worker opens."""
-    while isinstance(store, dist.PrefixStore):
+    """Return the store below all others, the one that a loader worker opens."""
+    while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
 

@@ -176,20 +176,18 @@ class Workers:
             ValueError: if the bounds cannot give the total, or the given, known or running split does not fit them.
         """
         if total % self.multiple:
+            least = self.least * self.world_size
+            fitting = {
+                max(one, least)
+                for one in (total // self.multiple * self.multiple, whole_multiple(total, self.multiple))
+            }
             raise ValueError(
                 f"a total batch of {total} samples cannot be shared in multiples of local_batch_multiple="
                 f"{self.multiple}. Change the DataLoader's batch_size (here for {self.world_size} workers), so that "
-                f"the total is {total // self.multiple * self.multiple or self.multiple} or "
-                f"{whole_multiple(total, self.multiple)}, or the multiple."
+                f"the total is {' or '.join(map(str, sorted(fitting)))}, or the multiple."
             )
         if running is not None and not self.in_multiples(running):
             running = None  # it ran before the setting was given
-        if total % self.multiple:
-            raise ValueError(
-                f"a total batch of {total} samples cannot be split into multiples of local_batch_multiple="
-                f"{self.multiple}. Change the DataLoader's batch_size so that the total is "
-                f"{max(total // self.multiple, self.world_size) * self.multiple}, or the multiple."
-            )
         if config.fixes_split:
             proposal = Proposal(BatchPlan(total, tuple(config.local_batch_sizes or ())), "given split")
             self.check_user_split(proposal.plan)

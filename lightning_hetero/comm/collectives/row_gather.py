@@ -8,7 +8,8 @@ import sys
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,8 @@ REDUCTIONS = {
     "_reduce_scatter_base": "reduce_scatter_tensor",
     "reduce_scatter_single": "reduce_scatter_tensor",
 }
+OTHERS = ("alltoall", "barrier", "broadcast", "recv", "scatter", "send")
+"""Methods of which only a rank that is alone has to know."""
 OPERATORS = {
     "all_gather_into_tensor": "all_gather_tensor",
     "all_gather_into_tensor_coalesced": "all_gather_into_tensor_coalesced",
@@ -158,6 +161,7 @@ class ForeignCollectives:
         self._itself, self._thread = weakref.ref(self), 0
         self._noticed: set[str] = set()
         self._unequal, self._first, self._rows = False, moves, 0
+        self._refusal: Exception | None = None
         if control.world_size > 1:
             _wrap_collectives()
 
@@ -183,13 +187,28 @@ class ForeignCollectives:
         if _watching is self._itself:
             _watching = None
 
-    def see(self, name: str, args: tuple[Any, ...]) -> None:
+    @contextmanager
+    def refused(self, error: Exception) -> Iterator[None]:
+        """Raise an error in the place of each collective inside, which the other ranks do not call."""
+        global _watching
+        before = _watching, self._thread
+        _watching, self._thread, self._refusal = self._itself, threading.get_ident(), error
+        try:
+            yield
+        finally:
+            (_watching, self._thread), self._refusal = before, None
+
+    def see(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Check the call of a collective.
 
         Raises:
             ValueError: on every rank, if it gathers tensors of different shapes.
         """
-        if threading.get_ident() != self._thread or self._observer.excluding or self._in_backward():
+        if threading.get_ident() != self._thread:
+            return
+        if self._refusal is not None:
+            raise self._refusal
+        if kwargs or name in OTHERS or self._observer.excluding or self._in_backward():
             return
         place = _place_outside()
         if place is None or any(isinstance(tensor, FakeTensor) for tensor in _tensors(args)):  # torch only traces
@@ -274,7 +293,7 @@ def _wrap_collectives() -> None:
 
     ``torch.distributed`` calls the methods, however its functions were imported; DDP's reducer, in C++, does not.
     """
-    for method, name in (GATHERS | REDUCTIONS).items():
+    for method, name in (GATHERS | REDUCTIONS | dict(zip(OTHERS, OTHERS, strict=True))).items():
         if hasattr(dist.ProcessGroup, method):
             setattr(dist.ProcessGroup, method, _asking(name, getattr(dist.ProcessGroup, method)))
     for space in (torch.ops._c10d_functional, torch.ops._c10d_functional_autograd):
@@ -295,8 +314,8 @@ def _asking(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
     def asking(*args: Any, **kwargs: Any) -> Any:
         watch = None if _watching is None else _watching()
-        if watch is not None and not kwargs:
-            watch.see(name, args)
+        if watch is not None:
+            watch.see(name, args, kwargs)
         return call(*args, **kwargs)
 
     return asking

@@ -83,7 +83,7 @@ class LossCheck:
 
     def __init__(self, config: HeteroConfig, notices: Notices) -> None:
         self._notices, self._seen, self._compared = notices, 0, 0
-        self._counted = defaultdict[int, set[float]](set)
+        self._counted = defaultdict[tuple[int, int], set[float]](set)
         # A user who bounds the local batches knows that the loss depends on them.
         self._own_batch = config.min_local_batch_size is None
 
@@ -122,7 +122,7 @@ class LossCheck:
             self._notices.say(OWN_BATCH, loses=True)
 
     def _look(self, root: Any, sizes: tuple[int, ...], counted: bool) -> None:
-        own, total = sizes[0], sum(sizes)
+        own, total = sizes[0], sum(sizes)  # rank 0 alone speaks
         entropies = [
             (node, _saved(node, "target"))
             for node in _nodes(root)
@@ -149,7 +149,7 @@ class LossCheck:
             if target is not None:
                 counts = target != _signed(node._saved_ignore_index)
                 rows = counts.reshape(own if own and counts.numel() % own == 0 else 1, -1)
-                self._counted[place].update(rows.double().mean(1).tolist())
+                self._counted[place, rows.shape[1]].update(rows.double().mean(1).tolist())
         return any(len(shares) > 1 for shares in self._counted.values())
 
 

@@ -16,6 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from lightning_hetero.comm.failures.store_keys import forget_keys
 from lightning_hetero.comm.membership.group_sockets import keep_groups, shut_down_groups
 from lightning_hetero.comm.membership.members import Generation, Member, MembershipError, TrainingOverError, is_open
 from lightning_hetero.comm.membership.members_watch import MembersWatch
@@ -51,7 +52,7 @@ SETTINGS = RosterSettings()
 
 
 class MembersStore(dist.Store):
-    """Store whose waits end when a member is lost or has left, and not before: it may have much to do.
+    """Store whose waits end when a member is lost or has left, and hardly before: it may have much to do.
 
     Args:
         store: where the values are.
@@ -68,10 +69,16 @@ class MembersStore(dist.Store):
         Raises:
             RuntimeError: if a member is lost or has left before.
         """
+        until = time.monotonic() + dist.default_pg_timeout.total_seconds()
         while not self._store.check(keys):
-            if self._broken():
+            if self._broken() or time.monotonic() > until:
                 raise RuntimeError("Connection closed: a worker was lost or has left before it has connected")
             time.sleep(SETTINGS.poll_s)
+
+    @property
+    def underlying_store(self) -> dist.Store:
+        """Store where the values are."""
+        return self._store
 
     def get(self, key: str) -> bytes:
         self.wait([key])
@@ -152,11 +159,15 @@ class Roster:
         """Number of workers in the generation."""
         return len(self._present.members)
 
-    @property
-    def store(self) -> dist.Store:
-        """Store of the generation, for its process groups."""
-        plain = dist.PrefixStore(f"generation/{self._present.number}", self.board.store)
-        self._store = MembersStore(plain, lambda: self._watch is not None and self._watch.broken)
+    def make_store(self) -> dist.Store:
+        """Return a new store of the generation, for its process groups; what the one before left in the job's goes."""
+        present = self._present.number
+        forget_keys(self.board.store, f"generation/{present - 1}/")
+
+        def broken() -> bool:
+            return bool(self.lost) if self._watch is None else self._watch.broken  # nobody watches after the last fit
+
+        self._store = MembersStore(dist.PrefixStore(f"generation/{present}", self.board.store), broken)
         return self._store
 
     # how a generation begins

@@ -1,7 +1,7 @@
 """Splits of a batch into whole samples: even, in proportion, and for the ragged last batch of an epoch."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 
 import numpy as np
@@ -98,19 +98,10 @@ def proportional_sizes(
     exact = np.clip(above * weight, low, high)
     sizes = np.floor(exact + 1e-9)
     order = np.lexsort((np.arange(len(exact)), -(exact - sizes)))
-    for i in _cycle_until(order, sizes, high, total):
-        sizes[i] += 1
+    for i in order:
+        if sizes.sum() < total and sizes[i] < high[i]:
+            sizes[i] += 1
     return tuple(int(size) * multiple for size in sizes)
-
-
-def _cycle_until(order: np.ndarray, sizes: np.ndarray, high: np.ndarray, total: int) -> Iterator[int]:
-    """Yield the workers below their upper bound, in cycles of ``order``, until the sizes sum to the total."""
-    while sizes.sum() < total:
-        for i in order:
-            if sizes.sum() >= total:
-                return
-            if sizes[i] < high[i]:
-                yield i
 
 
 def tail_sizes(remaining: int, sizes: Sequence[int], min_local: int = 1, multiple: int = 1) -> tuple[int, ...]:

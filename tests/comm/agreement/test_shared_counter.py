@@ -8,7 +8,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_hetero.comm.agreement.shared_counter import SharedCounter
-from tests.helpers import run_ranks
+from lightning_hetero.comm.membership.roster import MembersStore
+from lightning_hetero.comm.membership.slots import GENERATION
+from tests.helpers import free_port, run_ranks
 
 
 class Numbers(IterableDataset):
@@ -47,6 +49,19 @@ def test_a_store_in_a_file_is_opened_by_its_path(tmp_path):
     counter = SharedCounter(store, "prefix")
     assert next(counter.numbers("key")) == 0
     assert next(pickle.loads(pickle.dumps(counter)).numbers("key")) == 1
+
+
+def test_workers_reach_the_store_of_a_job_with_keepers(monkeypatch):
+    job = dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    found = []
+    for generation in range(2):
+        monkeypatch.setenv(GENERATION, str(generation))
+        members = MembersStore(dist.PrefixStore(f"generation/{generation}", job), lambda: False)
+        store = dist.PrefixStore("0", members)
+        monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda store=store: store)
+        counter = SharedCounter.of_job(0, 2)
+        found += [next(counter.numbers("key")), next(pickle.loads(pickle.dumps(counter)).numbers("key"))]
+    assert found == [0, 1, 0, 1], "workers that meet anew count anew"
 
 
 def test_a_store_of_one_process_cannot_be_used_by_others():

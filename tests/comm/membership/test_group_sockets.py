@@ -5,19 +5,19 @@ import socket
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.comm.agreement.backends import new_group
-from lightning_hetero.comm.membership.group_sockets import making_group, shut_down_groups
+from lightning_hetero.comm.membership.group_sockets import connect, making_group, shut_down_groups
 from tests.helpers import free_port, run_ranks
 
 
 def _waits(rank):
     """Rank 1 never takes part: it is not lost, so the call of rank 0 would wait for half an hour."""
     dist.init_process_group("gloo")
-    group = new_group(backend="gloo")
+    group = connect(partial(dist.new_group, backend="gloo"), None)
     value = torch.ones(4)
     dist.all_reduce(value, group=group)
     ready = dist.distributed_c10d._get_default_store()

@@ -86,7 +86,6 @@ class MembershipLauncher:
         self._inner, self._strategy, self._roster = inner, strategy, roster
         self._hooks = sys.excepthook, sys.excepthook  # before torch has made a group, and since
         self._in_vain = 0
-        self._saved: str | None = None  # the checkpoint that a fit of this generation begins from
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -101,8 +100,7 @@ class MembershipLauncher:
         while True:
             fitting = False
             try:
-                state = self._join(brought)
-                found = self._saved if state is None else PEERS
+                found = self._join(brought)
                 fitting = trainer.training = True  # the step that has failed may have been one of validation
                 given = args if found is None else with_checkpoint(function, args, found)
                 result = function(*given, **kwargs)
@@ -140,14 +138,13 @@ class MembershipLauncher:
         self._in_vain = 0 if self._strategy.has_stepped() else self._in_vain + 1
         return self._in_vain <= MEETINGS or self._roster.changes(PATIENCE_S)
 
-    def _join(self, brought: WorkerState | None) -> WorkerState | None:
-        """Meet the other members, and agree on the state to go on from."""
+    def _join(self, brought: WorkerState | None) -> str | None:
+        """Meet the other members, and return the checkpoint to go on from; ``None`` for what the script gives."""
         roster, strategy = self._roster, self._strategy
         if roster.generation is not None and dist.is_initialized():  # another fit of the same members
             strategy.begin_generation(roster)
             roster.watch()
-            self._saved = None
-            return None
+            return self._newest_saved()
         generation = roster.meet()
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(roster.rank), str(roster.world_size)
         os.environ[GENERATION] = str(generation.number)
@@ -160,13 +157,14 @@ class MembershipLauncher:
                 f"are in fit {state.progress[0]}. A worker can be replaced in the first fit only; run the script again."
             )
         strategy.go_on_from(state)
-        self._saved = self._newest_saved() if state is None else None
-        if state is not None and roster.rank == 0:
+        if state is None:
+            return self._newest_saved()
+        if roster.rank == 0:
             slots = ", ".join(str(one.slot) for one in generation.members)
             log.warning(
                 "training goes on in step %d with workers %s, from the state that they have", state.progress[1], slots
             )
-        return state
+        return PEERS
 
     def _newest_saved(self) -> str | None:
         """Return the checkpoint that workers without a state go on from, if one was lost; a collective call.
@@ -204,7 +202,7 @@ class MembershipLauncher:
         before = sys.excepthook
         dist.distributed_c10d._world.group_count = 0  # it names the group, and counts one whose making has failed here
         roster, backend = self._roster, self._strategy._get_process_group_backend()
-        place: dict[str, Any] = {"store": roster.store, "rank": roster.rank, "world_size": roster.world_size}
+        place: dict[str, Any] = {"store": roster.make_store(), "rank": roster.rank, "world_size": roster.world_size}
         connect(partial(dist.init_process_group, backend, **place), self._strategy._timeout)
         self._hooks = before, sys.excepthook
 

@@ -43,7 +43,6 @@ class OutOfMemoryMixin(RetriedStepsMixin):
 
     config: HeteroConfig
     _signals: SharedSignals | None
-    _in_pieces = False
     _times = 0
 
     def _forward_again(self, step: tuple[Any, ...], told: str) -> torch.Tensor:
@@ -142,18 +141,19 @@ class OutOfMemoryMixin(RetriedStepsMixin):
         def nothing(*args: object, **kwargs: object) -> None:
             """Discard values: the first attempt has logged them."""
 
-        module, trainer = self._pl_module, self._trainer
+        engine, module, trainer = self.engine, self._pl_module, self._trainer
+        assert engine is not None
         size = None if trainer._results is None else trainer._results.batch_size
-        self._in_pieces = True
         try:
             with ExitStack() as stack:
+                refusal = NotInPiecesError("training_step waits for the other ranks")
+                stack.enter_context(engine.collectives.refused(refusal))
                 for name in () if logs else ("log", "log_dict"):
                     stack.enter_context(swapped(module, name, nothing))
                 if trainer._results is not None:
                     trainer._results.batch_size = rows
                 yield
         finally:
-            self._in_pieces = False
             if trainer._results is not None:
                 trainer._results.batch_size = size
 
@@ -174,32 +174,6 @@ class OutOfMemoryMixin(RetriedStepsMixin):
             "pieces of at most %d samples, with the same gradient; %s (%d so far)",
             *(engine.rank, rows, where, engine.position[1], engine.position[0], largest, kept, self._times),
         )
-
-    # collectives
-
-    def _refuse(self) -> None:
-        if self._in_pieces:
-            raise NotInPiecesError("training_step waits for the other ranks")
-
-    def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        """Reduce over ranks, but not in pieces of a batch."""
-        self._refuse()
-        return super().reduce(*args, **kwargs)
-
-    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        """Gather over ranks, but not in pieces of a batch."""
-        self._refuse()
-        return super().all_gather(*args, **kwargs)
-
-    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        """Broadcast to all ranks, but not in pieces of a batch."""
-        self._refuse()
-        return super().broadcast(*args, **kwargs)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks, but not in pieces of a batch."""
-        self._refuse()
-        super().barrier(*args, **kwargs)
 
 
 def _has_moved(parameter: torch.Tensor, mark: tuple[torch.Tensor | None, int]) -> bool:
