@@ -555,6 +555,19 @@ def test_all_are_lost_at_once_and_go_on_from_the_newest_checkpoint(tmp_path):
     assert torch.load(tmp_path / "saved" / "last.ckpt", weights_only=False)["global_step"] == STEPS
 
 
+def train_twice(folder, faults):
+    for name, suffered in (("first", []), ("second", faults)):
+        (folder / name).mkdir(exist_ok=True)
+        train(folder / name, suffered, {}, False, saves=True)
+
+
+def test_all_are_lost_in_a_second_fit_and_go_on_from_its_newest_checkpoint(tmp_path):
+    faults = [(slot, 0, 7, "forward", KILL) for slot in range(SLOTS)]
+    assert run_kept(train_twice, SLOTS, tmp_path, faults) == [0] * SLOTS
+    begun = [path.read_text().partition("\n")[0] for path in tmp_path.glob("*/steps-*-1.jsonl")]
+    assert [json.loads(one)["step"] for one in begun if one] == [6] * SLOTS, "the first fit was over"
+
+
 def test_lost_in_validation(tmp_path):
     faults = [(1, 0, STEPS // EPOCHS, "validation", KILL)]
     found = outcome(tmp_path, faults)
@@ -869,15 +882,6 @@ def test_only_a_fit_goes_on_without_lost_workers():
     meets = Meets("validate")
     assert meets.fit() == "done"
     assert meets.said == ["alone"]
-
-
-def test_a_later_fit_of_the_same_members_is_watched_as_well(monkeypatch):
-    said = []
-    roster = SimpleNamespace(generation=0, watch=lambda: said.append("watches"))
-    strategy = SimpleNamespace(begin_generation=lambda roster: said.append("takes the members over"))
-    monkeypatch.setattr(launcher.dist, "is_initialized", lambda: True)
-    assert launcher.MembershipLauncher(None, strategy, roster)._join(None) is None
-    assert said == ["takes the members over", "watches"]
 
 
 def test_the_script_of_a_worker_that_comes_after_the_end_ends_in_peace(caplog, monkeypatch):

@@ -360,6 +360,17 @@ def test_lost_members_are_seen(job):
     assert roster.changes(0.0)
 
 
+@pytest.mark.parametrize("over", [False, True], ids=["in a fit", "after the last one"])
+def test_a_wait_for_the_address_of_a_lost_member_is_an_error(job, over):
+    job.met(0, 1, 2)
+    store = job.rosters[0].make_store()
+    if over:
+        job.rosters[0].finish()
+    job.lose(2)
+    with pytest.raises(RuntimeError):
+        store.wait(["address"])
+
+
 def test_an_opened_generation_is_a_change(job):
     job.met(0, 1, 2)
     job.store.set("1/led by", "2 0")
