@@ -1,5 +1,6 @@
 """The summary is logged once, when the run ends, with rich's table on a terminal that shows one."""
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,7 +96,7 @@ def test_a_run_without_a_folder_says_how_to_get_one(caplog):
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_terminal_gets_a_table_that_fits(caplog, monkeypatch, terminal):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
-    monkeypatch.setattr(finish.shutil, "get_terminal_size", lambda: SimpleNamespace(columns=90))
+    monkeypatch.setattr(finish.shutil, "get_terminal_size", lambda **_: os.terminal_size((90, 24)))
     _, (message,) = ended(a_run(), caplog)
     assert ("━" in message) == terminal
     assert "device 2" in message
