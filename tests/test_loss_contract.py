@@ -324,6 +324,17 @@ def causal_of_lengths():
     return loss
 
 
+def labelled_by_chance():
+    """Labels of the first batch are the numbers of its rows."""
+    batches = itertools.count()
+
+    def loss(z, net):
+        labels = torch.arange(len(z))
+        return nn.functional.cross_entropy(z, labels if next(batches) == 0 else labels.flip(0))
+
+    return loss
+
+
 def pairs(z):
     return nn.functional.normalize(z[:, :6]), nn.functional.normalize(z[:, 6:12])
 
@@ -435,6 +446,7 @@ TOLD = {
         "binary": binary("mean"),
         "causal": causal,
         "causal, lengths that change": causal_of_lengths(),
+        "labelled by chance": labelled_by_chance(),
         "gathered": gathered,
         "ArcFace": arcface,
         "uncertain": uncertain,
@@ -619,17 +631,17 @@ class Warnings(logging.Handler):
 def _gathering(rank, name, sizes):
     """What two steps found, their gradients and samples, and the warnings."""
     warnings.simplefilter("ignore", FutureWarning)
-    warned, settings = Warnings(), {"local_batch_sizes": sizes}
+    warned, settings, differ = Warnings(), {"local_batch_sizes": sizes}, len(set(sizes or ())) > 1
     if name == "lightning":
         from lightning_hetero import HeteroDDPStrategy
 
         model = GatheringModule()
         strategy = HeteroDDPStrategy(**settings, balance_evaluation=True)
-        validation = {"limit_val_batches": int(len(set(sizes)) > 1), "val_check_interval": 2, "num_sanity_val_steps": 0}
+        validation = {"limit_val_batches": int(differ), "val_check_interval": 2, "num_sanity_val_steps": 0}
         trainer = trainer_of(strategy, 2, max_steps=2, **validation)
         trainer.gathering = gathering = Gathering()
         trainer.fit(model, DataLoader(Points(SAMPLES), 5, shuffle=True), DataLoader(Points(SAMPLES), 5))
-        assert len(set(sizes)) == 1 or model.validated
+        assert bool(model.validated) == differ
         return gathering.found, model.steps, warned.texts
     front, steps = Front(name, "mean", rank, **settings), []
     gathering = Gathering()
@@ -667,3 +679,13 @@ def test_a_gather_of_equal_batches_by_the_loss_is_that_of_torch(name):
     for _, got, warned in ranks:
         np.testing.assert_allclose(np.stack([grads for grads, _ in got]), reference("mean", steps), **EXACT)
         assert warned == []
+
+
+@pytest.mark.parametrize("name", FETCHED)
+def test_a_gather_of_equal_batches_is_named_while_the_split_may_move(name):
+    first, second = run_ranks(_gathering, 2, name, None)
+    gathers = {called.split()[0] for called in GATHERS} - {"all_to_all_single"}
+    assert {text.partition("(")[0] for text in first[2]} == gathers
+    assert len(first[2]) == len(set(first[2])), "each is named once"
+    assert all(Path(__file__).name in text and "policy='even'" in text for text in first[2])
+    assert second[2] == []
