@@ -162,14 +162,15 @@ def test_plans_change_the_next_batches_and_not_the_result(front_end):
 def test_shares_are_multiples_and_weights_those_of_one_process(front_end):
     """In each batch but the ragged last one of an epoch, where one worker takes the remainder."""
     settings = {"local_batch_multiple": 2, "min_local_batch_size": 1, "replan": 2}
-    results = run(front_end, settings, 3, batch_size=6, accumulate=2, plans={(0, 1): (10, 2, 6), (1, 1): (2, 4, 12)})
+    results = run(front_end, settings, 3, batch_size=10, accumulate=2, plans={(0, 0): (16, 8, 6), (1, 1): (4, 8, 18)})
     every_sample_once(results)
     for result in results:
         np.testing.assert_allclose(result["weights"], one_process(results, accumulate=2)["weights"], **EXACT)
-    assert {(10, 2, 6), (2, 4, 12)} <= {sizes for _, _, sizes in results[0]["history"]}
+    assert {(16, 8, 6), (4, 8, 18)} <= {sizes for _, _, sizes in results[0]["history"]}
     for i, batch in enumerate(global_batches(results)):
         odd = [len(r["seen"][i][2]) % 2 for r in results]
         assert sum(odd) == len(batch) % 2
+    assert 13 in map(len, global_batches(results)), "a ragged one that shares out more than a remainder"
 
 
 @every_front_end

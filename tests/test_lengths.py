@@ -82,29 +82,41 @@ def rows_that_ran(seen, rounds):
 
 
 @every_front_end
-@pytest.mark.parametrize("settings", [{"cost_fn": cost_of}, {"local_batch_sizes": (8, 4)}], ids=["cost", "number"])
-def test_the_sizes_that_are_shown_are_those_that_ran(front_end, settings, tmp_path):
-    results = run(front_end, {"replan": 2, "report": str(tmp_path), **settings}, 2, epochs=3)
+@pytest.mark.parametrize(
+    ("settings", "plans"),
+    [
+        ({"cost_fn": cost_of}, {}),
+        ({"local_batch_sizes": (8, 4)}, {}),
+        ({"hysteresis": 1.0}, {(0, 3): (9, 3), (1, 2): (3, 9)}),
+    ],
+    ids=["cost", "number", "plans that change"],
+)
+def test_the_sizes_that_are_shown_are_those_that_ran(front_end, settings, plans, tmp_path):
+    results = run(front_end, {"replan": 2, "report": str(tmp_path), **settings}, 2, epochs=3, plans=plans)
     (path,) = tmp_path.rglob("hetero_run.jsonl")
     record = RunRecord.from_lines(path.read_text().splitlines())
     ran = np.array([one.ran for one in record.rounds])
     for rows, possible in zip(ran, rows_that_ran([result["seen"] for result in results], record.rounds), strict=True):
-        assert np.isclose(rows, possible, rtol=1e-5).all(axis=1).any(), (rows, possible)
+        assert not len(possible) or np.isclose(rows, possible, rtol=1e-5).all(axis=1).any(), (rows, possible)
     assert results[0]["rows"] == results[1]["rows"]
-    seen = np.array([[len(batch[2]) for batch in result["seen"]] for result in results]).T
-    full = seen[seen.sum(1) == 12]
-    windows = [
-        full[i:j].mean(0) for j in range(1, len(full) + 1) for i in range(j)
-    ]  # the last round may not be recorded
-    newest = [rows for rows in results[0]["rows"] if rows][-1]  # a plan that has just begun has none
-    assert np.isclose(newest, windows, rtol=1e-5).all(axis=1).any()
+    together = zip(*(result["seen"] for result in results), strict=True)
+    steps = [(*ranks[0][:2], [len(one[2]) for one in ranks]) for ranks in together]
+    known = 0
+    for (epoch, step, planned), rows in zip(results[0]["history"], results[0]["rows"], strict=True):
+        full = np.array([sizes for *at, sizes in steps if sum(sizes) == 12 and tuple(at) >= (epoch, step)])
+        windows = [full[i:j].mean(0) for j in range(1, len(full) + 1) for i in range(j)]  # of its own steps
+        assert not rows or np.isclose(rows, windows or [planned], rtol=1e-5).all(axis=1).any()
+        known += bool(rows)
+    assert known, "a plan that has just begun has none"
     last = RunFigures(record).last
     means = np.average([one.ran for one in last], axis=0, weights=[one.count for one in last])
     shown = [float(row[2].split()[0]) for row in summary_of(record).rows]
     np.testing.assert_allclose(shown, means, atol=0.051)
     by_cost = "cost_fn" in settings
     assert record.header.by_cost is by_cost
-    assert (ran == (8, 4)).all() != by_cost
+    if not by_cost:
+        assert ran.tolist() == [list(one.sizes) for one in record.rounds], "those of the running plan"
+    assert (ran == (8, 4)).all() == ("local_batch_sizes" in settings)
 
 
 @every_front_end

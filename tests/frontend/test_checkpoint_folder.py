@@ -2,10 +2,13 @@
 
 import logging
 import os
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.core import DamagedCheckpointError
 from lightning_hetero.frontend.checkpoint_folder import (
     CHECKSUM_FILE,
@@ -16,6 +19,7 @@ from lightning_hetero.frontend.checkpoint_folder import (
     newest_folder,
     whole_folder,
 )
+from tests.helpers import run_ranks
 
 FILES = {"model.safetensors": b"weights" * 30, "optimizer.bin": b"state" * 30, "random_states_1.pkl": b"random" * 30}
 
@@ -90,6 +94,23 @@ def test_what_was_killed_while_it_was_written_is_not_whole(tmp_path):
     written(folder)
     begin_folder(folder)  # it is written a second time
     assert damage_in(folder) == "writing it was not finished"
+
+
+def _ends_folder(rank, folder):
+    if rank == 1:  # its host does not list the file yet
+        Path.is_file = lambda path: path.name != "model.safetensors" and os.path.isfile(path)
+    dist.init_process_group("gloo")
+    end_folder(folder, ControlPlane(rank, 2))
+
+
+def test_a_file_that_another_host_does_not_see_yet_is_whole(tmp_path):
+    begin_folder(tmp_path)
+    for name in ("a.bin", "model.safetensors"):
+        (tmp_path / name).write_bytes(b"state")
+    run_ranks(_ends_folder, 2, tmp_path)
+    assert damage_in(tmp_path) == ""
+    (tmp_path / "model.safetensors").write_bytes(b"other")
+    assert damage_in(tmp_path) != ""
 
 
 def test_files_of_the_users_may_change(tmp_path):

@@ -445,11 +445,12 @@ def test_training_resumes_inside_an_epoch_on_any_number_of_ranks(tmp_path, files
 class Planted:
     """Says that somebody's code was called."""
 
-    def __init__(self, path):
-        self.path = path
+    def __init__(self, *call):
+        self.call = call
 
     def __reduce__(self):
-        return Path.touch, (self.path,)
+        function, *arguments = self.call
+        return function, tuple(arguments)
 
 
 def _damaged(rank, path, changes):
@@ -482,16 +483,17 @@ def test_shards_that_changed_are_named_on_every_rank_before_they_are_read(tmp_pa
     path, called = next(tmp_path.glob("*step=10.ckpt")), tmp_path / "called"
     files = sorted(one.name for one in path.iterdir())
     assert len(files) == 5, "metadata of torch and of Lightning, a file of each rank, checksums"
-    hostile = pickle.dumps(Planted(called))
+    hostile = pickle.dumps(Planted(Path.touch, called))
+    torchs = pickle.dumps(Planted(torch.save, [], str(called)))  # of a module whose classes are in such files
     changes = [*((name, flipped) for name in files), (".metadata", lambda content: hostile), (files[0], bytes)]
     for *errors, whole in run_ranks(_damaged, 2, path, changes):
         for (name, _), error in zip(changes, errors, strict=False):
             assert f"{path} is not a whole checkpoint ({'' if name == 'hetero_state.sha256' else name}" in error
         assert whole is None
     (path / "hetero_state.sha256").unlink()  # as of plain fsdp
-    changes = [(".metadata", lambda content: hostile), (".metadata", bytes)]
-    for error, whole in run_ranks(_damaged, 2, path, changes):
-        assert f"{path} is not a whole checkpoint (.metadata" in error
+    changes = [(".metadata", lambda content: hostile), (".metadata", lambda content: torchs), (".metadata", bytes)]
+    for *errors, whole in run_ranks(_damaged, 2, path, changes):
+        assert all(f"{path} is not a whole checkpoint (.metadata" in error for error in errors)
         assert whole is None
     assert not called.exists()
 

@@ -555,6 +555,21 @@ def test_all_are_lost_at_once_and_go_on_from_the_newest_checkpoint(tmp_path):
     assert torch.load(tmp_path / "saved" / "last.ckpt", weights_only=False)["global_step"] == STEPS
 
 
+def train_without_the_disk_of_the_others(folder, faults):
+    """The first life saves; in the second one, a worker does not see the file."""
+    exists = os.path.exists
+    if os.environ["LIGHTNING_HETERO_SLOT"] == "1":
+        os.path.exists = lambda path: exists(path) and "saved" not in str(path)
+    train(folder, faults, {}, False, saves=True)
+
+
+def test_a_checkpoint_that_not_all_workers_see_is_not_taken(tmp_path):
+    faults = [(slot, 0, 7, "forward", KILL) for slot in range(SLOTS)]
+    assert run_kept(train_without_the_disk_of_the_others, SLOTS, tmp_path, faults) == [0] * SLOTS
+    begun = [path.read_text().partition("\n")[0] for path in tmp_path.glob("steps-*-1.jsonl")]
+    assert [json.loads(one)["step"] for one in begun] == [0] * SLOTS
+
+
 def train_twice(folder, faults):
     for name, suffered in (("first", []), ("second", faults)):
         (folder / name).mkdir(exist_ok=True)

@@ -360,6 +360,16 @@ def test_lost_members_are_seen(job):
     assert roster.changes(0.0)
 
 
+def test_what_groups_have_left_in_the_store_goes_with_the_next_generation(job):
+    job.met(0, 1, 2)
+    stores = [roster.make_store() for roster in job.rosters.values()]
+    stores[0].set("address", "of its group")
+    assert any("address" in key for key in job.store.list_keys())
+    job.met(0, 1, 2)
+    stores += [roster.make_store() for roster in job.rosters.values()]
+    assert not any("address" in key for key in job.store.list_keys())
+
+
 @pytest.mark.parametrize("over", [False, True], ids=["in a fit", "after the last one"])
 def test_a_wait_for_the_address_of_a_lost_member_is_an_error(job, over):
     job.met(0, 1, 2)
