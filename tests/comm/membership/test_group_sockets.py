@@ -5,11 +5,13 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from lightning_hetero.comm.membership import group_sockets
 from lightning_hetero.comm.membership.group_sockets import connect, making_group, shut_down_groups
 from tests.helpers import free_port, run_ranks
 
@@ -45,6 +47,21 @@ def test_a_waiting_call_fails_when_its_sockets_are_shut_down():
     assert closed >= 1
     assert not waits
     assert failed == ["RuntimeError"]
+
+
+def _late(rank):
+    group_sockets.CONNECT_S = 0.2
+    dist.init_process_group("gloo")
+    group = connect(partial(dist.new_group, backend="gloo"), None)
+    if rank == 1:
+        time.sleep(1.0)  # as a long step
+    value = torch.ones(1)
+    dist.all_reduce(value, group=group)
+    return float(value)
+
+
+def test_the_short_timeout_is_that_of_the_making_alone():
+    assert run_ranks(_late, 2) == [2.0, 2.0]
 
 
 def test_other_sockets_stay():
