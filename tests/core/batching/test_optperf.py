@@ -236,7 +236,7 @@ def test_no_candidates_no_times():
 @st.composite
 def closed_cases(draw, kinds):
     """A cluster whose workers, at the drawn sizes, are all ready for the last bucket at the same time."""
-    gamma, t_o, t_u, ready = draw(st.floats(0.05, 0.9)), 0.1, 0.02, 1.0
+    gamma, t_o, t_u, ready = draw(st.floats(0.05, 0.85)), 0.1, 0.02, 1.0  # (1 - gamma) 0.9 above t_o
     sizes, nodes, bottlenecks = [], [], []
     for _ in range(draw(st.integers(1, 6))):
         kind = draw(st.sampled_from(kinds))
