@@ -67,12 +67,12 @@ class MembersStore(dist.Store):
         """Wait until there are values for all keys.
 
         Raises:
-            RuntimeError: if a member is lost or has left before.
+            RuntimeError: if a member is lost or has left before, or no value comes within the default timeout of torch.
         """
         until = time.monotonic() + dist.default_pg_timeout.total_seconds()
         while not self._store.check(keys):
             if self._broken() or time.monotonic() > until:
-                raise RuntimeError("Connection closed: a worker was lost or has left before it has connected")
+                raise RuntimeError("Connection closed: a worker was lost, has left, or did not connect in time")
             time.sleep(SETTINGS.poll_s)
 
     @property
