@@ -96,7 +96,6 @@ screenshots: docs
 # results of the benchmarks; tests fail when it is due. Needs Python alone.
 map:
 	$(PYTHON) docs/figures/packages.py
-	$(PYTHON) docs/equations.py
 	$(PYTHON) docs/modules.py
 	$(PYTHON) docs/run_record.py
 	$(PYTHON) docs/evidence.py

@@ -66,7 +66,6 @@ ROLES = {
     "core.normal": "normal distribution",
     "core.observations": "measured steps",
     "core.newest_speed": "steps since a change",
-    "core.paper_index": "equations",
     "core.policies": "decisions",
     "core.report": "record of a run",
     "core.rounded": "numbers in log lines",

@@ -1,6 +1,6 @@
 """The mathematics of the package: numpy and plain Python values in, values out; no process group, clock or logger.
 
-:data:`INDEX` says where each equation of the papers is, and which test holds it. Code cites papers by letter: C is
+The page "Equations and code" says where each equation of the papers is. Code cites papers by letter: C is
 Cannikin, D dynamic batching, A Adaptive SGD, S StellaTrain, as in ``C eq. 9``. The names below are imported on first
 use: a run loads no policy but its own.
 """
@@ -56,9 +56,6 @@ if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
     from lightning_hetero.core.noise.estimators import local_estimates as local_estimates
     from lightning_hetero.core.noise.running import RunningNoiseScale as RunningNoiseScale
     from lightning_hetero.core.observations import StepObservations as StepObservations
-    from lightning_hetero.core.paper_index import INDEX as INDEX
-    from lightning_hetero.core.paper_index import PAPERS as PAPERS
-    from lightning_hetero.core.paper_index import PaperEntry as PaperEntry
     from lightning_hetero.core.policies.base import Decision as Decision
     from lightning_hetero.core.policies.base import PlanContext as PlanContext
     from lightning_hetero.core.policies.base import Planner as Planner
@@ -129,9 +126,6 @@ _EXPORTS = {
     "local_estimates": "lightning_hetero.core.noise.estimators",
     "RunningNoiseScale": "lightning_hetero.core.noise.running",
     "StepObservations": "lightning_hetero.core.observations",
-    "INDEX": "lightning_hetero.core.paper_index",
-    "PAPERS": "lightning_hetero.core.paper_index",
-    "PaperEntry": "lightning_hetero.core.paper_index",
     "Decision": "lightning_hetero.core.policies.base",
     "PlanContext": "lightning_hetero.core.policies.base",
     "Planner": "lightning_hetero.core.policies.base",
