@@ -10,10 +10,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help venv demo test gpu lint dist bench soak docs screenshots map clean
+.PHONY: help venv demo test test-slow gpu lint dist bench soak docs screenshots map clean
 
 help:
-	@echo "make venv | demo | test | gpu | lint | dist | bench (as root) | soak | docs | screenshots | map | clean"
+	@echo "make venv | demo | test | test-slow | gpu | lint | dist | bench (as root) | soak | docs | screenshots | map | clean"
 
 venv: $(STAMP)
 
@@ -28,18 +28,15 @@ $(STAMP): pyproject.toml constraints.txt
 demo: venv
 	$(BIN)/python examples/demo.py
 
-# Two tests at a time, and then by themselves those that measure time or use a GPU; all run, whatever fails.
-# The second run imports only the files that mark such tests.
-SERIAL := alone or gpu
-MARKED := grep -rlE --include='test_*.py' 'pytest\.mark\.(alone|gpu)' tests
-
-# Tests start hundreds of processes, each of which would else compile the package again.
-test: export PYTHONDONTWRITEBYTECODE =
+# Everything that a change has to pass. Tests start processes, each of which would else compile the package again.
+test test-slow: export PYTHONDONTWRITEBYTECODE =
 test: venv
-	@two=0; one=0; \
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not ($(SERIAL))" || two=$$?; \
-	$(BIN)/python -m pytest -m "$(SERIAL)" $$($(MARKED)) || one=$$?; \
-	exit $$((two ? two : one))
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not (slow or gpu)"
+
+# Many seeds, kill loops, launchers, recipes, limits of resources, in order of value: an hour, or `BUDGET=600` seconds,
+# after which what was left out is named.
+test-slow: venv
+	$(BIN)/python tests/slow.py $(if $(BUDGET),--budget $(BUDGET))
 
 # Proves the GPU paths on this machine, offline and from the source tree; with the tested versions if `make venv` made
 # them, else with those of PYTHON. `make gpu BUDGET=480` runs what fits in so many seconds, in order of value. Without a
@@ -83,9 +80,11 @@ bench: venv
 soak: venv
 	$(BIN)/python benchmarks/soak.py
 
-# The pages are in docs/_build/html. Needs no network once the tools are installed.
+# The pages are in docs/_build/html, once links, names, figures and made tables are checked. Needs no network once the
+# tools are installed.
 docs: venv
 	$(INSTALL) --no-build-isolation -e '.[docs]'
+	$(BIN)/python docs/check.py
 	$(BIN)/python -m sphinx -W --keep-going -d docs/_build/doctrees docs docs/_build/html
 
 # Pictures of the pages in docs/_build/screenshots, on a large and a small screen; needs Chromium.
@@ -93,7 +92,7 @@ screenshots: docs
 	$(BIN)/python docs/screenshots.py
 
 # Draws the packages from their imports, writes the tables of equations and modules, and the page of evidence from the
-# results of the benchmarks; tests fail when it is due. Needs Python alone.
+# results of the benchmarks; `make docs` fails when it is due. Needs Python alone.
 map:
 	$(PYTHON) docs/figures/packages.py
 	$(PYTHON) docs/modules.py

@@ -7,6 +7,7 @@ The blocks of a page share their names. What a page takes for granted (its reade
 """
 
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -17,7 +18,8 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.test_docs import FENCE, PAGES  # noqa: E402
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.M | re.S)
 
 MODEL = """
 import lightning as L

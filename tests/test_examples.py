@@ -15,6 +15,9 @@ import pytest
 from lightning_hetero.report.run_file import read_run
 from tests.warm.interpreter import warmed
 
+pytestmark = pytest.mark.slow(
+    "starts interpreters and trains for seconds; one file for each front end is tested elsewhere"
+)
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 FOLLOWS = r"split (\d+)/(\d+) from epoch \d+ step \d+: (?:first split|optimum|speed)"
@@ -139,7 +142,6 @@ def test_density_of_the_example_falls_while_its_link_is_thin():
     first_that(falls, "fluctuating_link")
 
 
-@pytest.mark.alone
 def test_demo_reports_and_draws(tmp_path):
     output = output_of("demo", "--quick", "--output", str(tmp_path), limit=180)
     splits = re.search(r"^split at the end +96/96/96 +(\d+)/(\d+)/(\d+)$", output, re.M)
