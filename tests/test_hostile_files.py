@@ -78,7 +78,7 @@ THEIRS = [
 ]
 by_name = pytest.mark.parametrize("reader", [*OURS, *THEIRS], ids=lambda reader: reader.name)
 RUN = simulated(rounds=3, steps=3)
-quickly = settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+quickly = settings(suppress_health_check=[HealthCheck.too_slow])
 
 HOSTILE = (
     *("NaN", "Infinity", "-1", "1e999", "1e-320", "-0.0", "1" * 400, "9" * 5000, "null", "true", "[]", "{}", '"x"'),
@@ -190,7 +190,7 @@ def test_a_damaged_line_of_a_run_is_left_out_and_named(folder):
     whole = outcome(reader, folder, lines)
     assert whole.rounds
 
-    @settings(quickly, max_examples=300)
+    @quickly
     @given(damage(lines))
     def check(content):
         found = outcome(reader, folder, content)

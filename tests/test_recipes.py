@@ -1,4 +1,4 @@
-"""The diffs of CONTRIBUTING.md apply to the package, and what they add trains."""
+"""The diffs of docs/extending.md apply to the package, and what they add trains."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from tests.warm.interpreter import warmed
 
 ROOT = Path(__file__).parents[1]
 RECIPE = re.compile(r"^## Adding (an? [\w ]+)$.*?^```diff\n(.*?)^```$", re.M | re.S)
-RECIPES = dict(RECIPE.findall((ROOT / "CONTRIBUTING.md").read_text()))
+RECIPES = dict(RECIPE.findall((ROOT / "docs" / "extending.md").read_text()))
 
 TRAIN = """
 from tests.helpers import run_ranks
