@@ -5,17 +5,12 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_hetero import __version__, cli
 from lightning_hetero.cli import COMMANDS
-from lightning_hetero.cli._parser import Command, UserError, build_parser, joined_negatives, last_of
-
-PAGE = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
+from lightning_hetero.cli._parser import Command, UserError, build_parser, joined_negatives
 
 
 def refused(capsys, *arguments):
@@ -67,15 +62,6 @@ def test_an_error_is_short_and_has_the_nearest_name(arguments, told, capsys):
     assert usage.startswith(f"usage: {program} ")
     assert error.startswith(f"{program}: error: ")
     assert hint == f"Options: {program} --help"
-
-
-def test_the_page_shows_an_error_as_it_is(capsys):
-    ((command, shown),) = re.findall(r"^\$ lightning-hetero (plan B --toal.*)\n((?s:.*?))^```$", PAGE, re.M)
-    assert refused(capsys, *command.split()) == shown
-
-
-def test_the_page_has_every_command():
-    assert set(re.findall(r"^\| `lightning-hetero ([\w-]+)` \|", PAGE, re.M)) == set(COMMANDS)
 
 
 def test_help_lists_the_commands_and_help_of_each_its_options(capsys):
@@ -140,15 +126,6 @@ def test_a_command_is_one_line_and_a_module(monkeypatch, capsys):
             cli.main(["greet", "--to", to])
 
 
-def test_errors_of_the_package_itself_are_not_hidden(monkeypatch):
-    def lost(self):
-        raise ModuleNotFoundError("No module named 'lightning_hetero.gone'", name="lightning_hetero.gone")
-
-    monkeypatch.setattr(Command, "load", lost)
-    with pytest.raises(ModuleNotFoundError):
-        cli.main(["plan"])
-
-
 @pytest.mark.parametrize(
     ("arguments", "joined"),
     [
@@ -162,19 +139,6 @@ def test_errors_of_the_package_itself_are_not_hidden(monkeypatch):
 )
 def test_a_negative_number_belongs_to_the_option_before_it(arguments, joined):
     assert joined_negatives(arguments) == joined
-
-
-@given(st.lists(st.text("ab -", max_size=4), max_size=6), st.integers(0, 6))
-def test_the_last_arguments_are_found_in_a_text(arguments, known):
-    last = arguments[min(known, len(arguments)) :]
-    found = last_of(arguments, " ".join(last))
-    assert " ".join(found) == " ".join(last)
-
-
-def test_a_negative_value_is_left_alone_after_a_script():
-    _, parsers = build_parser(COMMANDS, ("profile",))
-    options = parsers["profile"].parse_args(["train.py", "--lr", "-1"])
-    assert options.arguments == ["--lr", "-1"]
 
 
 @pytest.mark.parametrize(
@@ -213,25 +177,6 @@ def test_streams_may_be_closed(line, code, errors, tmp_path):
         ["bash", "-c", command], capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment
     )
     assert (done.returncode, done.stderr) == (code, errors)
-
-
-def test_errors_may_be_closed(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stderr", None)
-    assert cli.main(["--version"]) == 0
-    with sys.stderr as closed:
-        closed.write("nobody reads this")
-
-
-def test_a_terminal_shows_what_it_can_of_a_text(tmp_path):
-    """Accelerate's help has an emoji; a name may be in any language."""
-    code = "from lightning_hetero.cli import main; main(['plan', 'Ger\u00e4t'])"
-    environment = {"PYTHONIOENCODING": "ascii", "PATH": "/usr/bin:/bin"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "'Ger" in done.stderr
-    code = "from lightning_hetero.cli import _prepare_streams; _prepare_streams(); print('\U0001f917')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path)
-    assert done.stdout == "?\n"
 
 
 def test_options_come_from_the_command_line_only(monkeypatch):
@@ -300,34 +245,3 @@ def test_bash_completes_commands_options_and_files(bash, tmp_path, monkeypatch):
     assert bash("profile", "tr") == ["train.py"]
     for words in (("report",), ("report", "run", "--png"), ("report", "run", "--trace"), ("compare",)):
         assert bash(*words, "tr") == ["train.py"], words
-
-
-@pytest.mark.parametrize("shell", ["zsh", "tcsh"])
-def test_the_scripts_of_other_shells_name_every_command(shell, capsys):
-    pytest.importorskip("shtab")
-    assert cli.main(["completion", shell]) == 0
-    text = capsys.readouterr().out
-    assert all(name in text for name in COMMANDS)
-
-
-def test_completion_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    assert cli.main(["completion", "bash"]) == 2
-    assert "pip install 'lightning-hetero[completion]'" in capsys.readouterr().err
-
-
-def test_completion_offers_what_is_installed(monkeypatch):
-    shtab = pytest.importorskip("shtab")
-    from lightning_hetero.cli.completion import completed
-
-    whole = Command.load
-
-    def load(self):
-        if self.extra == "accelerate":
-            raise ModuleNotFoundError("No module named 'accelerate'", name="accelerate")
-        return whole(self)
-
-    monkeypatch.setattr(Command, "load", load)
-    script = shtab.complete(completed(COMMANDS), "bash")
-    assert "--workload" in script
-    assert "--hetero_policy" not in script

@@ -75,13 +75,6 @@ def test_processes_that_do_not_come_are_a_failure_and_this_one_is_checked(doctor
     assert re.search(r"^0 .* [\d.]+ [GT]FLOP/s ", text, re.M)
 
 
-def test_names_that_are_not_known_are_a_problem(doctor, monkeypatch):
-    monkeypatch.setattr(module, "autoload_of", lambda: Autoload(0, False, False, ()))
-    text = " ".join(doctor()[1].split())
-    assert "names not known without an import; see Problems" in text
-    assert "Problems - torch does not know lightning-hetero" in text
-
-
 @pytest.mark.parametrize(
     ("installed", "advisories"),
     [

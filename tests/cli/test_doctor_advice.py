@@ -1,13 +1,10 @@
 """Advice of ``lightning-hetero doctor`` by given findings: when it is given, when it is not, and its figures."""
 
-from dataclasses import replace
-
 import pytest
 
-from lightning_hetero.cli.doctor.advice import advice, gain_over_even, link_advice, speed_advice
+from lightning_hetero.cli.doctor.advice import gain_over_even, speed_advice
 from lightning_hetero.cli.doctor.checkup import Checkup
-from lightning_hetero.cli.doctor.link import LinkFacts
-from tests.cli.findings import process, speed
+from tests.cli.findings import speed
 
 
 def test_a_slow_rank_is_named_with_the_gain():
@@ -37,59 +34,3 @@ def test_uneven_batches_are_advised_where_they_gain(speeds, uneven):
     (text,) = speed_advice(Checkup((), len(speeds), speeds=dict(enumerate(map(speed, speeds)))))
     assert ("hetero_ddp keeps them" in text) is not uneven
     assert ("would give" in text) is uneven
-
-
-def test_the_link_in_words():
-    fast, slow = ((0, 1), (2, 3)), ((0, 1, 2, 3),)
-    link = LinkFacts(
-        "gloo", ((0.0,) * 4,) * 4, ((0.0,) * 4,) * 4, ((4096, 0.001), (65536, 0.002), (50_000_000, 0.5)), fast
-    )
-    found = link_advice(Checkup((), 4, link=link))
-    assert "averages 100 MB of gradients a second (50 MB in 500 ms): communication-bound from 100 MB per" in found[0]
-    assert "100 MB (25 million parameters) take 1 s" in found[0]
-    assert 'set compression="auto"' in found[0]
-    assert found[1] == 'the link between the ranks 0, 1 | 2, 3 is slower than the links inside: hierarchy="auto"'
-    assert len(link_advice(Checkup((), 4, link=replace(link, clusters=slow)))) == 1
-    assert len(link_advice(Checkup((), 4, link=replace(link, clusters=((0,), (1,), (2,), (3,)))))) == 1
-    assert link_advice(Checkup((), 4)) == []
-    assert link_advice(Checkup((), 4, link=replace(link, sums=()))) == []
-    assert advice(Checkup((), 4, link=link)) == found
-
-
-@pytest.mark.parametrize(
-    ("rows", "speeds", "told"),
-    [
-        ([process(0), process(1)], {0: speed(1.0, 0.23)}, "rank 0 lost 23.0% of its speed within 5 s"),
-        ([process(0), process(1, memory=8e9)], {}, "rank 1 has less memory than others (8 of 24 GB): set probe_memory"),
-        ([process(0), process(1, memory=20e9)], {}, "rank 1 has less memory than others (20 of 24 GB)"),
-        ([process(0), process(1, memory=8e9), process(2, memory=8e9)], {}, "rank 1 has less memory than others"),
-        ([process(0), process(1, memory=23e9)], {}, ""),
-        ([process(0, kind="cpu"), process(1, kind="cpu", memory=8e9)], {}, ""),
-        ([process(0), process(1, memory_limit=10**10)], {}, "a cgroup allows rank 1 10 of the machine's 64 GB"),
-        ([process(0, memory_limit=64 * 10**9)], {}, ""),
-        ([process(0, memory_limit=10**10)], {}, "a cgroup allows rank 0 10 of the machine's 64 GB"),
-        ([process(0, cores=1.5, threads=4)], {}, "rank 0 may use 1.5 cores, and torch runs 4 threads"),
-        ([process(0, cores=1.5, threads=4)], {}, "Set OMP_NUM_THREADS=1"),
-        ([process(0, cores=0.5, threads=1)], {}, "More cores would help"),
-        ([process(0, cores=4.0, threads=4)], {}, ""),
-        ([process(0, kind="cpu", load=7.0)], {0: speed(1.0)}, "other programs used the machine of rank 0 (load 7 on 8"),
-        ([process(0, kind="cpu", load=3.0)], {0: speed(1.0)}, ""),
-        ([process(0, kind="cpu", load=7.0)], {}, ""),
-        ([process(0, load=7.0)], {0: speed(1.0)}, ""),
-        ([process(0)], {}, ""),
-    ],
-)
-def test_advice_on_one_thing_is_one_sentence(rows, speeds, told):
-    found = advice(Checkup(tuple(rows), 2, speeds=speeds))
-    assert [told in text for text in found] == [True] * bool(told)
-
-
-def test_a_process_of_its_own_is_told_how_to_check_a_job():
-    alone = Checkup((process(0),), seconds=60.0, speeds={0: speed(1.0, 0.23)})
-    slow, start = advice(alone)
-    assert slow.startswith("device 0 lost 23.0% of its speed within 60 s")
-    assert start.startswith("to measure the link between workers, start one process per worker: torchrun")
-    assert advice(replace(alone, failures=("rank 1 did not come",))) == [slow], "it was started as one"
-    assert advice(replace(alone, world_size=2, speeds={})) == []
-    limited = replace(alone, rows=(process(0, memory_limit=10**10),), speeds={})
-    assert advice(limited)[0].startswith("a cgroup allows device 0 10 of the machine's 64 GB")

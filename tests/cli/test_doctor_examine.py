@@ -1,9 +1,7 @@
 """Course of ``lightning-hetero doctor`` in one process: a job whose other ranks are given, and ends before its time."""
 
-import json
 import os
 import signal
-import sys
 import threading
 from types import SimpleNamespace
 
@@ -97,13 +95,6 @@ def test_a_rank_measures_its_device_and_the_first_one_writes(given):
     assert examination.ranks.seconds["autoload"] >= LONGEST_S
 
 
-def test_another_rank_does_not_ask_the_second_program(given, monkeypatch):
-    monkeypatch.setattr(module, "autoload_of", lambda: given.append("asked"))
-    examination = examined(rank=1)
-    assert given == [("facts", 1, "cpu", 3), ("speed", "cpu", 20.0, "bfloat16")]
-    assert not examination.speaks
-
-
 @pytest.mark.parametrize(
     ("second", "available", "backend"),
     [({}, True, "nccl"), ({"card": "0"}, True, "gloo"), ({"kind": "cpu"}, True, "gloo"), ({}, False, "gloo")],
@@ -140,48 +131,6 @@ def doctor(given, monkeypatch, capsys):
     return _doctor
 
 
-def test_two_gpus_of_a_process_are_devices_of_a_table(doctor, given, monkeypatch):
-    gpus = [torch.device("cuda", index) for index in range(2)]
-    monkeypatch.setattr(module, "devices_of", lambda job: gpus)
-    code, text, _ = doctor("--json", "--seconds", "3", WORLD_SIZE="2")
-    found = json.loads(text)
-    assert code == 0
-    assert given == [
-        ("facts", 0, "cuda:0", 0),
-        ("facts", 1, "cuda:1", 1),
-        ("speed", "cuda:0", 3.0, "float32"),
-        ("speed", "cuda:1", 3.0, "float32"),
-    ]
-    assert [row["speed"]["flops"] for row in found["ranks"]] == [1e12, 1e12]
-    assert [text[:20] for text in found["problems"]] == [
-        "WORLD_SIZE=2 is set,",
-        "torch 2.13.0 is inst",
-        "GLOO_SOCKET_IFNAME=e",
-    ]
-
-
-def test_each_device_that_fails_is_said(doctor, monkeypatch):
-    monkeypatch.setattr(module, "devices_of", lambda job: [torch.device("cuda", index) for index in range(2)])
-    monkeypatch.setattr(module, "measure_speed", lambda device, *given: device.index / 0)
-    monkeypatch.setattr(module, "autoload_of", lambda: 1 / 0)
-    code, text, _ = doctor("--json")
-    assert code == 1
-    assert json.loads(text)["failures"] == [
-        "autoload: ZeroDivisionError: division by zero.",
-        "device 0: no speed: ZeroDivisionError: division by zero.",
-        "device 1: no speed: ZeroDivisionError: division by zero.",
-    ]
-
-
-def test_names_are_written_if_asked_for(doctor):
-    assert "lab1" in doctor("--hosts")[1]
-    assert "lab1" in doctor("--json", "--hosts", MASTER_ADDR="10.0.0.7")[1]
-    found = json.loads(doctor("--json")[1])
-    assert found["seconds"] == 5.0, "the default"
-    assert found["environment"]["MASTER_ADDR"] == "set"
-    assert found["ranks"][0]["host"] == "host 0"
-
-
 def test_a_rank_that_finds_no_other_one_says_so_and_leaves_the_word_to_the_first(doctor):
     place = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     code, text, errors = doctor("--timeout", "0.1", **place)
@@ -192,14 +141,6 @@ def test_a_rank_that_finds_no_other_one_says_so_and_leaves_the_word_to_the_first
     code, text, errors = doctor("--timeout", "0.1", TORCHELASTIC_RUN_ID="1")
     assert code == 0, "torchrun would end the first rank, which has more to say"
     assert "found no way" in errors
-
-
-def test_the_first_rank_is_checked_alone_if_no_other_one_comes(doctor):
-    place = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    code, text, _ = doctor("--timeout", "0.1", **place, MASTER_PORT=str(free_port()))
-    assert code == 1
-    assert "processes   this one, with 1 device" in text
-    assert "Failed\n- WORLD_SIZE=2, and rank 1 did not come within 0.1 s." in text
 
 
 def test_a_launcher_that_ends_the_process_does_not_lose_what_was_found(doctor, monkeypatch):
@@ -225,38 +166,3 @@ def test_a_device_that_hangs_ends_the_process_after_what_was_found(doctor, monke
     first = text.partition("versions ")[2].partition("versions ")[0]
     assert "RTX 3090" in first
     assert "Failed\n- rank 0 did not come back from 'speed of cpu' within 0.16 s." in first
-
-
-@pytest.mark.parametrize(("rank", "spoken"), [(0, "out"), (1, "err")])
-def test_a_rank_that_hangs_says_so(rank, spoken, monkeypatch, capsys):
-    monkeypatch.setattr(module, "Ranks", lambda job, timeout, on_hang: SimpleNamespace(hang=on_hang))
-    module.Examination(OPTIONS, {**JOB, "RANK": str(rank)}).ranks.hang("rank 1 did not come back.")
-    written = capsys.readouterr()
-    assert "rank 1 did not come back." in getattr(written, spoken)
-    assert bool(written.out) is (rank == 0), "only the first rank writes what was found"
-
-
-def test_a_machine_without_facts_is_still_checked(doctor, monkeypatch):
-    monkeypatch.setattr(module, "process_facts", lambda *given: {}["MemTotal"])
-    code, text, _ = doctor()
-    assert code == 1
-    assert "Failed\n- facts: KeyError: 'MemTotal'." in text
-    assert "names       strategy=" in text
-
-
-def test_a_package_on_the_path_that_is_not_installed_has_no_requirements(doctor, monkeypatch):
-    def absent(name):
-        raise module.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(module.metadata, "requires", absent)
-    code, text, _ = doctor()
-    assert code == 0
-    assert "is installed, and lightning-hetero needs" not in text
-
-
-@pytest.mark.parametrize(
-    ("options", "terminal", "told"), [((), True, True), (("--json",), True, False), ((), False, False)]
-)
-def test_who_waits_at_a_terminal_is_told_how_long(doctor, monkeypatch, options, terminal, told):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
-    assert ("checking for about 15 s" in doctor(*options)[2]) is told

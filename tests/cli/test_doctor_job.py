@@ -1,7 +1,5 @@
 """Place of a process in a job, and what is wrong with it, by given environments and facts."""
 
-from dataclasses import replace
-
 import pytest
 
 from lightning_hetero.cli.doctor.job import Job, group_problems, interface_problems, job_of
@@ -45,27 +43,6 @@ def test_a_wrong_environment_is_said_and_the_process_checked_alone(environment, 
     assert "torchrun" in job.problems[0]
 
 
-def test_ranks_that_do_not_go_together():
-    versions = {"torch": "2.13.0", "lightning": "2.6.6"}
-    assert group_problems([process(0, versions=versions), process(1, versions=versions)]) == []
-    shared = group_problems([process(0, card="a"), process(1, card="b"), process(2, card="a")])
-    assert [text[:31] for text in shared] == ["ranks 0 and 2 share one GPU: NC"]
-    (differ,) = group_problems([process(0, versions=versions), process(1, versions={**versions, "torch": "2.9"})])
-    assert "torch differs between ranks (rank 0: 2.13.0, rank 1: 2.9)" in differ
-    crowd = [process(rank, kind="cpu", cores=4.0, threads=4) for rank in range(2)]
-    (crowded,) = group_problems(crowd)
-    assert "ranks 0 and 1 run 8 threads on 4 cores" in crowded
-    assert "OMP_NUM_THREADS=2" in crowded
-    assert group_problems([crowd[0], replace(crowd[1], host="lab2")]) == []
-    assert group_problems([replace(crowd[0], cpus="0-3"), replace(crowd[1], cpus="4-7")]) == [], "each has its own"
-    assert group_problems([replace(crowd[0], threads=8)]) == [], "one process does not wait for another"
-    assert group_problems([crowd[0], process(1, cores=4.0, threads=8)]) == [], "beside a GPU, the CPU is not the device"
-    several = [process(rank, kind="cpu", cores=4.0, threads=1) for rank in range(6)]
-    assert group_problems(several) == [], "a few more threads than cores do no harm"
-    (more,) = group_problems([*several, process(6, kind="cpu", cores=4.0, threads=1)])
-    assert "OMP_NUM_THREADS=1" in more
-
-
 @pytest.mark.parametrize("name", ["lightning-hetero", "python", "torch", "lightning", "nccl"])
 def test_versions_that_differ_are_told(name):
     (differ,) = group_problems([process(0, versions={name: "1.0", "numpy": "2.0"}), process(1, versions={name: None})])
@@ -97,16 +74,3 @@ def test_versions_that_differ_are_told(name):
 def test_interfaces_that_gloo_and_nccl_are_told_to_use(variables, fault):
     found = interface_problems([process(0, sockets=variables), process(1, "lab2", sockets=variables)])
     assert [fault in text for text in found] == [True] * bool(fault)
-
-
-def test_the_loopback_is_right_on_one_machine():
-    loopback = {"GLOO_SOCKET_IFNAME": "lo"}
-    assert interface_problems([process(0, sockets=loopback), process(1, sockets=loopback)]) == []
-
-
-def test_each_machine_has_interfaces_and_variables_of_its_own():
-    other = {"interfaces": ("lo", "enp5s0")}
-    ranks = [process(0, sockets={"GLOO_SOCKET_IFNAME": "eth0"})]
-    assert interface_problems([*ranks, process(1, "lab2", sockets={"GLOO_SOCKET_IFNAME": "enp5s0"}, **other)]) == []
-    (wrong,) = interface_problems([*ranks, process(1, "lab2", sockets={"GLOO_SOCKET_IFNAME": "eth0"}, **other)])
-    assert "eth0 is no interface of rank 1's machine, which has lo, enp5s0" in wrong

@@ -111,17 +111,6 @@ def test_sizes_around_the_script_s_own(total, most, sizes):
     assert sizes_around(total, most) == sizes
 
 
-def test_a_training_is_timed(profile, tmp_path):
-    """The times themselves depend on what else runs here; those of the emulated device are their lower bound."""
-    code, text, errors = profile(TRAINING, "--steps", "4", arguments=["0", "1", "hetero_ddp"])
-    assert code == 0, errors
-    assert "at batch sizes 4, 8, 16, 24, 32" in text
-    found = json.loads((tmp_path / "device.json").read_text())
-    assert (found["total_batch_size"], found["samples"], found["gradient_bytes"]) == (16, 256, 4 * 42)
-    worker = read_cluster(str(tmp_path / "device.json")).workers[0]
-    assert worker.seconds(16) >= 0.98 * (0.0015 * 16 + 0.015)
-
-
 def test_a_size_that_does_not_fit_is_the_memory_bound(profile, tmp_path):
     code, _, errors = profile(TRAINING, "--steps", "4", "--sizes", "4,8,16,64", arguments=["20", "1", "hetero_ddp"])
     assert code == 0, errors
@@ -156,22 +145,6 @@ def test_a_script_that_fails_is_shown(profile):
     assert "no data" in errors
 
 
-@pytest.mark.parametrize("sizes", ["8", "8,8", "8,", "0,8", "a,b", "1e300,8"])
-def test_sizes_that_no_script_can_be_timed_at(profile, sizes):
-    code, _, errors = profile("raise SystemExit('it ran')", "--sizes", sizes)
-    assert code == 2
-    assert "argument --sizes: " in errors
-    assert "give" in errors
-    assert "it ran" not in errors
-
-
-def test_an_option_after_the_script_is_pointed_out(profile):
-    code, _, errors = profile("raise SystemExit('what?')", arguments=["--", "--sizes", "8"])
-    assert code == 1
-    assert "--sizes stands after the script" in errors
-    assert "--sizes" not in profile("raise SystemExit('what?')", arguments=["--lr", "8"])[2]
-
-
 @pytest.mark.parametrize(
     ("option", "words"),
     [
@@ -187,71 +160,8 @@ def test_an_option_that_makes_no_sense_is_refused(profile, option, words):
     assert words in errors
 
 
-def test_an_output_that_cannot_be_written_is_said(profile, tmp_path):
-    code, _, errors = profile(FAKE, "--output", "/proc/device.json")
-    assert code == 2
-    assert "--output /proc/device.json: " in errors
-
-
-def test_a_script_that_is_not_there(capsys, tmp_path):
-    for script, told in ((str(tmp_path), "it is a folder"), ("nowhere.py", "there is no script nowhere.py")):
-        code, _, errors = ran(capsys, "profile", script)
-        assert code == 2
-        assert told in errors
-
-
-def test_one_size_is_not_enough():
-    with pytest.raises(ValueError, match="fewer than two batch sizes"):
-        fitted(DeviceReport("gpu", [[8, 1, 1, 1]] * 3, None, 1, 4, 8, 100))
-
-
 def test_the_launcher_starts_the_script(profile, tmp_path):
     assert profile(FAKE, "--launcher", f"env LAUNCHED=1 {sys.executable}")[0] == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "says"),
-    [
-        (["--output", "/no/device.json"], 2, "a folder that exists"),
-        (["--output", "/tmp"], 2, "a folder that exists"),
-        (["--launcher", "no-such-launcher"], 1, "'no-such-launcher' cannot be started"),
-    ],
-)
-def test_what_cannot_be_written_or_started_is_said_before_a_measurement(tmp_path, capsys, options, code, says):
-    script = tmp_path / "script.py"
-    script.write_text("raise SystemExit('it ran')")
-    options = ["--output", str(tmp_path / "device.json"), *options]
-    ended, _, errors = ran(capsys, "profile", *options, str(script))
-    assert ended == code
-    assert says in errors
-    assert "it ran" not in errors
-
-
-@pytest.mark.parametrize(("jitter", "said"), [(0.05, False), (0.4, True)])
-def test_much_jitter_is_said(profile, jitter, said):
-    rows = f"rows = [[b, b * (1 + {jitter} * (-1) ** i), 2.0 * b, 0.4 * b] for i in range(20) for b in (8, 16)]"
-    code, text, _ = profile(FAKE.replace("answer =", f"{rows}\nanswer ="))
-    assert code == 0
-    assert ("so much jitter" in text) == said
-
-
-def test_the_total_is_that_of_the_script(profile, tmp_path):
-    assert profile(FAKE.replace('"total": 16', '"total": 24'))[0] == 0
-    assert json.loads((tmp_path / "device.json").read_text())["total_batch_size"] == 24
-
-
-@pytest.mark.parametrize("answer", ["{", "[1]", '{"name": "gpu"}', "[" * 9000])
-def test_an_answer_that_cannot_be_read_is_an_error(profile, answer):
-    begin = FAKE.index("rows =")
-    code, _, errors = profile(f"{FAKE[:begin]}open(order['report'], 'w').write({answer!r})")
-    assert code == 1
-    assert "gave an answer that cannot be read" in errors
-
-
-def test_a_script_that_takes_too_long_is_ended(profile):
-    code, _, errors = profile("import time; time.sleep(100)", "--timeout", "1")
-    assert code == 1
-    assert "raise --timeout, or lower --steps" in errors
 
 
 def test_the_launcher_starts_the_script_with_its_environment(profile, tmp_path):

@@ -1,19 +1,14 @@
 """``lightning-hetero profile-convergence``: what it tells scripts, what it makes of answers, what can go wrong."""
 
 import json
-import signal
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
 from lightning_hetero import cli
 from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile
-from tests.warm.interpreter import warm_python
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "compression.py"
 
 # In place of a training: answers as the strategy does, with a loss that is known.
 SCRIPT = """
@@ -95,22 +90,6 @@ def test_a_probe_that_fails_is_shown_and_the_others_are_kept(profile, tmp_path, 
     assert len(ConvergenceProfile.load(tmp_path / "profile.json.partial").points) == 1
 
 
-def test_an_interrupt_ends_the_script(profile, tmp_path, capsys):
-    interrupting = "if number == 2:\n    os.kill(os.getppid(), 2)\n    time.sleep(600)"
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in a background job of a shell
-    try:
-        assert profile(at_probe=interrupting) == 1
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert capsys.readouterr().err == "lightning-hetero profile-convergence: interrupted\n"
-    assert len(orders_of(tmp_path)) == 2
-
-
-def test_a_script_with_another_strategy_is_told_from_one_that_answers(profile, capsys):
-    assert profile(at_probe="sys.exit(0)") == 1
-    assert "ended without an answer; does its Trainer fit with strategy='hetero_ddp'?" in capsys.readouterr().err
-
-
 def test_a_probe_that_hangs_is_ended_with_its_workers(profile, tmp_path, capsys):
     hanging = (
         "import subprocess\n"
@@ -142,59 +121,3 @@ def test_bad_options_are_named_before_anything_starts(profile, tmp_path, capsys,
     assert stopped.value.code == 2
     assert says in capsys.readouterr().err
     assert not (tmp_path / "orders").exists()
-
-
-def test_scikit_learn_is_asked_for_before_anything_starts(profile, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("lightning_hetero.cli.profile_convergence.find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        profile()
-    assert "pip install 'lightning-hetero[demo]'" in capsys.readouterr().err
-    assert not (tmp_path / "orders").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--min-total", "1"], "--min-total 1 cannot give each of 2 workers at least 1 samples. Give 2 at least."),
-        (["--max-total", "64"], "Raise --samples to 512"),
-        (["--min-total", "60", "--samples", "400"], "are too short: each needs 8 batches"),
-    ],
-)
-def test_totals_that_cannot_be_probed_are_refused(profile, tmp_path, capsys, options, says):
-    assert profile(*options) == 1
-    assert says in capsys.readouterr().err
-    assert len(orders_of(tmp_path)) == 1
-
-
-def test_totals_in_the_wrong_order_are_refused_before_a_training(profile, tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        profile("--min-total", "60", "--max-total", "40")
-    assert ended.value.code == 2
-    assert "--min-total 60 is above --max-total 40" in capsys.readouterr().err
-    assert not (tmp_path / "orders").exists()
-
-
-def test_an_option_after_the_script_is_named(tmp_path, capsys):
-    script = tmp_path / "script.py"
-    script.write_text("raise SystemExit(3)")
-    assert cli.main(["profile-convergence", str(script), "--probes=2", "--output", "x"]) == 1
-    assert "put it before the script: lightning-hetero profile-convergence --probes=2 ..." in capsys.readouterr().err
-
-
-def test_an_example_is_profiled(tmp_path, monkeypatch, capfd):
-    """From the command to the strategy and back; what a probe training does is in tests/strategies."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setattr(sys, "executable", warm_python())
-    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)  # a Trainer in this process may have left them
-    output = tmp_path / "profile.json"
-    options = ("--samples", "512", "--min-total", "32", "--max-total", "32", "--probes", "1", "--seed", "3")
-    argv = ("profile-convergence", *options, "--timeout", "120", "--output", str(output), str(EXAMPLE))
-    assert cli.main(list(argv)) == 0, capfd.readouterr().err
-    found = ConvergenceProfile.load(output)
-    [(rate, total, extra)] = found.points
-    assert (found.min_total, total, found.max_total) == (32, 32, 32)
-    assert rate == pytest.approx(0.0856, abs=1e-3)
-    assert 0 < found.baseline < 2.3, "it has learned something of its ten classes"
-    assert extra > -1
-    assert "gradients a step late: loss" in capfd.readouterr().out

@@ -345,35 +345,6 @@ def test_a_page_stands_for_itself(three):
     assert "#0072b3" not in text[text.index("<main>") :], "figures have the colors of the theme"
 
 
-def test_reasons_of_changes_are_listed_and_under_the_pointer(three):
-    path, page = three
-    reasons = [one["reason"] for one in lines(path)["change"]]
-    for reason in reasons:
-        assert page.text.count(reason) >= 5, "in the list, and at mark and line of both figures"
-    assert "rank 2 (NVIDIA Quadro RTX 6000) data" in page.text
-    assert "it recovered" in page.text
-
-
-def test_what_is_measured_has_a_figure(three):
-    """Each panel is in the figure for wide screens and in that for narrow ones."""
-    _, page = three
-    for label in ("density", "link (ms)", "ms of a step", "noise scale", "goodput"):
-        assert page.words.count(label) == 2, label
-    assert "samples of a step" not in page.words, "the total stays"
-    assert "sent of the gradient, one step late" in page.text
-
-
-def test_a_total_that_moves_has_a_figure_and_empty_parts_say_why():
-    run = simulated(rounds=3, steps=3, straggler=False)
-    last = replace(run.rounds[2], sizes=(80, 40, 20), nodes=(), density=math.nan, link=math.nan)
-    rounds = (*(replace(one, nodes=(), link=math.nan) for one in run.rounds[:2]), last)
-    page = Page(page_of(usable(replace(run, rounds=rounds))))
-    assert page.words.count("samples of a step") == 2
-    assert "link (ms)" not in page.words
-    assert "There is no time model of the workers yet" in page.text
-    assert "None was found" in page.text
-
-
 HOSTILE = "<script>alert(1)</script>\"'>&{{ 7*7 }}{% raw %}$\\frac{ \x00\ud800\u202e</style>"
 
 
@@ -468,23 +439,6 @@ def test_odd_runs_give_a_page_and_a_picture(name, tmp_path):
     else:
         assert "No step was timed" in page.text
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("count", [16, 300])
-def test_many_workers_stay_readable(count):
-    speeds = np.random.default_rng(0).choice([1.0, 0.5, 0.3], count).tolist()
-    run = simulated(Cluster(speeds=tuple(speeds)), total=30 * count, rounds=3, steps=2, straggler=False)
-    text = page_of(usable(run))
-    page = Page(text)
-    ranks = {key.split(".")[1] for key in page.numbers if key.startswith("worker.")}
-    assert len(ranks) == 16
-    assert len(text) < 2_000_000
-    assert ("284 others" in page.text) == (count == 300)
-    if count == 300:
-        last = [one for one in run.rounds if one.sizes == run.rounds[-1].sizes]
-        compute = sum(np.mean([getattr(one, name) for one in last], axis=0) for name in PHASES)
-        busiest = np.argsort(compute)[-4:]
-        assert {str(rank) for rank in busiest} <= ranks
 
 
 def test_many_rounds_and_changes_stay_small():

@@ -2,15 +2,12 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from lightning_hetero.core.report.analysis import RunFigures
 from lightning_hetero.core.report.records import RoundRecord
 from lightning_hetero.core.report.run_record import RunRecord
-from lightning_hetero.report.figures import alike
-from lightning_hetero.report.series import StepAxis, round_series, shown_workers, thinned
-from tests.report.runs import Cluster, header, simulated
+from lightning_hetero.report.series import StepAxis, round_series
+from tests.report.runs import header, simulated
 
 
 def at(epoch, step, count, sizes=(4, 4)):
@@ -70,34 +67,3 @@ def test_a_split_begins_where_its_change_says():
     assert series.steps.tolist() == [10, 20, 30]
     assert series.starts.tolist() == [0, 12, 20], "the change holds from two steps after the round on"
     assert series.last == 30
-
-
-def test_of_many_rounds_those_around_changes_are_shown():
-    rounds = [at(0, i, 1, (4, 4) if i < 777 else (5, 3)) for i in range(2000)]
-    found = thinned(rounds)
-    assert {0, 776, 777, 1999} <= set(found)
-    assert len(found) <= 400
-    assert found == sorted(set(found))
-    busy = [at(0, i, 1, (4 + i % 2, 4 - i % 2)) for i in range(2000)]
-    assert len(thinned(busy)) <= 400
-
-
-def test_equal_lines_are_one_and_all_workers_are_accounted_for():
-    one = round_series(simulated(rounds=2, steps=2, straggler=False))
-    sizes = np.array([[8.0] * 40, [*range(20), *range(20)]])
-    lines, hidden = alike(replace(one, sizes=sizes))
-    assert len(lines) == 12
-    assert [0, 20] in lines
-    assert [19, 39] in lines
-    assert sorted([*hidden, *(rank for ranks in lines for rank in ranks)]) == list(range(40))
-    few = replace(one, sizes=np.array([[4.0, 4.0, 4.0], [6.0, 3.0, 3.0]]))
-    assert alike(few) == ([[0], [1, 2]], [])
-
-
-def test_of_many_workers_the_busiest_and_the_idlest_are_shown():
-    run = simulated(Cluster(speeds=(1.0, 0.5) * 20), total=800, rounds=2, steps=2, straggler=False)
-    figures = RunFigures(run)
-    shown = shown_workers(figures)
-    order = sorted(range(40), key=lambda rank: figures.workers[rank].compute)
-    assert set(order[:7]) | set(order[-7:]) <= set(shown)
-    assert len(shown) == 16

@@ -3,7 +3,6 @@
 import json
 import math
 from collections import defaultdict
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -178,40 +177,9 @@ def test_several_backward_passes_in_a_batch_keep_their_time():
     assert sum(backward) == pytest.approx(2 * 0.1)
 
 
-@pytest.mark.parametrize("unknown", [0.0, math.nan])
-def test_the_median_of_the_step_times_that_are_known_counts(unknown):
-    rows = [row(step_time=0.2), row(step_time=unknown), row(step_time=0.21)]
-    ends = ends_of_steps(traced(of_rows(rows, rows)))
-    assert ends[0][1] - ends[0][0] == pytest.approx(0.205)
-
-
 @pytest.mark.parametrize("sample", [(), ((),), (((1.0, 2.0),),), ((row(forward=math.nan),),), ((row(data=-1.0),),)])
 def test_a_round_without_a_usable_sample_has_no_steps(sample):
     assert place_steps(RoundRecord(5.0, 0, 9, 10, 8, (8,), sample=sample), 0.0) == []
-
-
-def test_steps_that_took_longer_than_the_run_come_later():
-    rounds = of_rows([row()], [row()], [row()]).rounds
-    run = RunRecord(header(speeds=(1.0,)), tuple(replace(rounds[0], time=0.01 * i) for i in range(4)))
-    events = traced(run)
-    check(events)
-    assert min(start for _, _, _, start, _ in events) >= 0
-
-
-def test_changes_stragglers_and_names_are_there():
-    run = simulated(rounds=8, steps=6)
-    events = trace_events(run)["traceEvents"]
-    processes = [one["args"]["name"] for one in events if one["name"] == "process_name"]
-    assert processes[0] == "rank 0: NVIDIA A100-SXM4-40GB"
-    assert len(processes) == 3
-    marks = [one for one in events if one["ph"] == "i"]
-    assert len(marks) == len(run.changes) + len(run.stragglers)
-    assert {one["args"]["why"] for one in marks} >= {one.reason for one in run.changes}
-    counters = [one for one in events if one["ph"] == "C" and one["pid"] == 0]
-    assert [one["args"]["samples"] for one in counters][:2] == [32, run.changes[0].sizes[0]]
-    changed = next(one for one in run.rounds if one.sizes == run.changes[0].sizes)
-    assert [one["ts"] for one in counters][:2] == [1e6 * run.rounds[0].time, 1e6 * changed.time]
-    assert [one["ts"] for one in marks] == [1e6 * one.time for one in (*run.changes, *run.stragglers)]
 
 
 def test_a_step_of_unknown_length_follows_the_update_of_the_one_before():
@@ -224,10 +192,3 @@ def test_buckets_between_are_ready_at_equal_distances():
     one = row(backward=0.06, first_bucket=0.02, ends=(0.021, 0.05, 0.06, 0.07))
     starts = [span.start for span in place_steps(of_rows([one]).rounds[0], 0.0) if span.row == "all-reduce"]
     assert np.diff(starts) == pytest.approx([0.04 / 3, 0.05 - 0.02 - 0.04 / 3, 0.01])
-
-
-def test_an_update_belongs_to_the_step_whose_gradients_it_applies():
-    spans = place_steps(of_rows([row()], [row()], [row()]).rounds[0], 0.0)
-    ends = [span.end for span in spans if span.row == "all-reduce" and span.bucket == 1]
-    updates = [(span.step, span.start) for span in spans if span.row == "optimizer"]
-    assert updates == [(i, pytest.approx(end)) for i, end in enumerate(ends)]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -29,24 +27,6 @@ for line in sys.stdin:
     while time.monotonic() - wall < float(line):
         pass
     print((time.process_time() - cpu) / (time.monotonic() - wall), flush=True)
-"""
-SELF_THROTTLED = """
-import os, signal
-from lightning_hetero.simulate import Throttle
-throttle = Throttle(0.3).start()
-held_open = os.fork() if {fork} else 0   # a forked process keeps the pipe to the helper open
-if {fork} and not held_open:
-    os.close(1), os.close(2), signal.pause()
-print(held_open, flush=True)
-while True:
-    pass
-"""
-THROTTLE_OF_ANOTHER = """
-import signal
-from lightning_hetero.simulate import Throttle
-throttle = Throttle(0.02, pid={pid}).start()
-print(flush=True)
-signal.pause()
 """
 
 
@@ -77,20 +57,6 @@ def worker() -> Iterator[Worker]:
         worker.process.kill()
 
 
-def start_program(program: str) -> subprocess.Popen[str]:
-    root = str(Path(__file__).parents[2])
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
-    command = [sys.executable, "-c", program]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-
-
-def kill_and_wait_for_helper(process: subprocess.Popen[str]) -> None:
-    """Kill the parent of a helper; the pipe of its errors ends only when the helper, which inherits it, has ended."""
-    process.kill()
-    assert process.stderr is not None
-    assert process.stderr.read() == ""
-
-
 def wait_until_ended(throttle: Throttle) -> None:
     deadline = time.monotonic() + 30.0
     while throttle.running and time.monotonic() < deadline:
@@ -111,15 +77,6 @@ def test_throttles_itself_by_default() -> None:
     assert (time.process_time() - cpu) / (time.monotonic() - wall) < 0.6
 
 
-def test_a_share_of_one_sends_no_signals(worker: Worker) -> None:
-    os.kill(worker.pid, signal.SIGSTOP)  # any SIGCONT would continue it
-    with Throttle(1.0, pid=worker.pid):
-        os.waitid(os.P_PID, worker.pid, os.WSTOPPED)
-    assert os.waitid(os.P_PID, worker.pid, os.WCONTINUED | os.WNOHANG) is None
-    os.kill(worker.pid, signal.SIGCONT)
-    worker.busy(0.01)
-
-
 def test_set_share_takes_effect_while_running(worker: Worker) -> None:
     with Throttle(0.1, pid=worker.pid) as throttle:
         slow = worker.busy()
@@ -132,14 +89,6 @@ def test_set_share_takes_effect_while_running(worker: Worker) -> None:
     assert slow_again < 0.6 * fast
 
 
-def test_set_share_before_the_start_is_kept(worker: Worker) -> None:
-    throttle = Throttle(1.0, pid=worker.pid)
-    throttle.set_share(0.1)
-    with throttle:
-        slow = worker.busy()
-    assert slow < 0.6 * worker.busy()
-
-
 def test_stop_leaves_the_process_running_and_can_be_repeated(worker: Worker) -> None:
     throttle = Throttle(0.02, pid=worker.pid).start()
     throttle.stop()
@@ -149,51 +98,11 @@ def test_stop_leaves_the_process_running_and_can_be_repeated(worker: Worker) -> 
     worker.busy(0.01)
 
 
-def test_can_be_started_again(worker: Worker) -> None:
-    throttle = Throttle(0.02, pid=worker.pid)
-    for _ in range(2):
-        with throttle:
-            assert throttle.running
-        worker.busy(0.01)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_helper_ended_by_a_signal_leaves_the_process_running(worker: Worker, number: int) -> None:
-    with Throttle(0.001, pid=worker.pid) as throttle:  # the worker is stopped nearly always
-        worker.busy(0.0)
-        assert throttle.helper_pid is not None
-        os.kill(throttle.helper_pid, number)
-        wait_until_ended(throttle)
-        worker.busy(0.01)
-        with pytest.raises(RuntimeError, match="has ended"):
-            throttle.set_share(0.5)
-
-
 def test_helper_ends_when_the_process_is_killed(worker: Worker) -> None:
     with Throttle(0.3, pid=worker.pid) as throttle:
         worker.process.kill()
         worker.process.wait()
         wait_until_ended(throttle)
-
-
-@pytest.mark.parametrize("fork", [False, True], ids=["alone", "with a forked process that holds the pipe"])
-def test_helper_ends_when_a_process_that_throttles_itself_is_killed(fork: bool) -> None:
-    with start_program(SELF_THROTTLED.format(fork=fork)) as process:
-        assert process.stdout is not None
-        forked = int(process.stdout.readline())
-        try:
-            kill_and_wait_for_helper(process)
-        finally:
-            if forked:
-                os.kill(forked, signal.SIGKILL)
-
-
-def test_helper_leaves_the_process_running_when_its_parent_is_killed(worker: Worker) -> None:
-    with start_program(THROTTLE_OF_ANOTHER.format(pid=worker.pid)) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        kill_and_wait_for_helper(process)
-    worker.busy(0.01)
 
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5, float("nan"), float("inf"), True, "0.5", None])
@@ -219,17 +128,6 @@ def test_a_process_that_does_not_exist_is_an_error_of_start(worker: Worker) -> N
     with pytest.raises(RuntimeError, match=f"cannot signal process {worker.pid}: No such process"):
         throttle.start()
     assert not throttle.running
-
-
-def test_starting_twice_is_refused(worker: Worker) -> None:
-    with Throttle(0.5, pid=worker.pid) as throttle, pytest.raises(RuntimeError, match="started already"):
-        throttle.start()
-
-
-def test_systems_without_the_signals_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(signal, "SIGSTOP")
-    with pytest.raises(RuntimeError, match="POSIX signals"):
-        Throttle(0.5)
 
 
 def test_an_exception_inside_the_block_ends_the_throttle(worker: Worker) -> None:

@@ -1,7 +1,5 @@
 """Simulated elastic averaging: claims against their transcription, and the engine's own rules on what came of them."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ from lightning_hetero.core.merging.batch_scaling import scale_batch_sizes
 from lightning_hetero.core.merging.rules import MERGES
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.elastic import ElasticConfig, ElasticEngine
-from lightning_hetero.simulate import DeviceProfile, ElasticSimulator, LinkProfile
+from lightning_hetero.simulate import DeviceProfile, ElasticSimulator
 from tests.helpers import run_ranks
 
 
@@ -76,12 +74,6 @@ def test_sizes_settle_where_updates_are_equal():
     assert result.samples == 12 * 6400
 
 
-def test_a_merge_takes_what_the_link_takes():
-    link = LinkProfile(gradient_bytes=4e6, rate=1e6)
-    plain, slow = (ElasticSimulator(devices((1.0, 1.0)), 8, 10_000, link=own).run(3) for own in (None, link))
-    np.testing.assert_allclose(np.array(slow.ends) - plain.ends, [4.0, 8.0, 12.0])
-
-
 def _merges(rank):
     """Merges of a real run in which each rank claims as fast as it can."""
     torch.distributed.init_process_group("gloo")
@@ -118,42 +110,3 @@ def test_the_cut_into_mega_batches_and_the_scaling_are_those_of_a_real_run():
 def test_bad_input_is_named(wrong, error, text):
     with pytest.raises(error, match=text):
         ElasticSimulator(**{"devices": devices((1.0, 0.5)), "batch_size": 8, "samples": 3000, **wrong})
-
-
-def test_a_claim_takes_its_time_before_each_batch_but_the_first():
-    config = ElasticConfig(mega_batch_size=80)
-    (profile,) = devices((1.0,))
-    result = ElasticSimulator([profile], 8, 800, config=config, claim_seconds=0.5).run(1)
-    assert result.merges[0].updates == (10,)
-    np.testing.assert_allclose(result.ends, [10 * profile.seconds(8) + 9 * 0.5])
-
-
-def test_a_mega_batch_ends_with_its_last_worker():
-    result = ElasticSimulator(devices((1.0, 0.3)), 8, 10_000).run(3)
-    for i, merge in enumerate(result.merges):
-        assert result.ends[i] - result.begins[i] == pytest.approx(max(merge.busy))
-        assert max(merge.busy) > min(merge.busy)
-        expected = [1 - busy / max(merge.busy) for busy in merge.busy]
-        assert result.idle_share(i) == pytest.approx(expected)
-
-
-def test_a_merge_is_sent_at_the_rate_of_its_second():
-    plain = ElasticSimulator(devices((1.0, 1.0)), 8, 10_000).run(3)
-    link = LinkProfile(gradient_bytes=4e6, rate=1e6, trace=[((plain.ends[0] + plain.ends[1]) / 2, 0.5e6)])
-    result = ElasticSimulator(devices((1.0, 1.0)), 8, 10_000, link=link).run(3)
-    np.testing.assert_allclose(np.array(result.ends) - plain.ends, [4.0, 12.0, 20.0])
-
-
-@pytest.mark.parametrize(("norm", "perturbed"), [(0.01, True), (10.0, False)])
-def test_replicas_of_a_large_norm_are_merged_without_perturbation(norm, perturbed):
-    simulator = ElasticSimulator(devices((1.0, 0.5)), 8, 10_000, config=ElasticConfig(merge="adaptive"), norm=norm)
-    assert simulator.run(1).merges[0].perturbed == perturbed
-
-
-def test_each_device_has_the_jitter_of_its_seed():
-    profiles, config = devices((1.0, 0.5), jitter=0.1), ElasticConfig(mega_batch_size=80)
-    merge = ElasticSimulator(profiles, 8, 800, config=config, seed=7).run(1).merges[0]
-    for rank, profile in enumerate(profiles):
-        factors = itertools.islice(profile.times(7 + rank), merge.updates[rank])
-        own = sum(profile.model.forward_time(8) * a + profile.model.backward_time(8) * p for a, p in factors)
-        assert merge.busy[rank] == pytest.approx(own)

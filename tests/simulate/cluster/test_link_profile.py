@@ -22,11 +22,6 @@ def test_buckets_are_ready_from_gamma_to_the_end():
     assert LinkProfile(buckets=1, gamma=0.5).ready_shares.tolist() == [1.0]
 
 
-def test_no_link_takes_no_time():
-    assert LinkProfile().seconds(5).tolist() == [0.0] * 5
-    assert LinkProfile(gradient_bytes=1e9).seconds(5).tolist() == [0.0] * 5
-
-
 TRACES = st.lists(st.tuples(st.floats(0.1, 5.0), st.floats(0.1, 10.0)), max_size=5)
 
 
@@ -43,12 +38,6 @@ def test_a_transfer_takes_until_its_bytes_are_sent(gaps, start, num_bytes, rate)
     edges = [start, *(at for at, _ in trace if start < at < end), end]
     sent = sum((there - here) * link.rate_at(here) for here, there in zip(edges, edges[1:], strict=False))
     assert math.isclose(sent, num_bytes, rel_tol=1e-9, abs_tol=1e-9)
-
-
-def test_a_slower_link_takes_longer_by_a_factor():
-    link = LinkProfile(gradient_bytes=1e6, rate=1e6, latency=0.1, trace=[(5.0, 2e6)])
-    np.testing.assert_allclose(link.slowed(3.0).seconds(4), 3 * link.seconds(4))
-    np.testing.assert_allclose(link.slowed(3.0).seconds(4, at=6.0), 3 * link.seconds(4, at=6.0))
 
 
 @pytest.mark.parametrize(

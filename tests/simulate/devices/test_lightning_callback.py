@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_hetero import HeteroDDPStrategy
 from lightning_hetero.simulate import DeviceProfile, EmulatedDevice, EmulatedDeviceCallback, ThinLink
 from lightning_hetero.simulate.devices.emulated_device import HostClock
 from tests.counted import CountedTime
@@ -71,15 +70,6 @@ def test_accumulated_micro_batches_take_their_time_each():
     assert len(times) == 8
 
 
-def _accumulate(rank):
-    return train(rank, HeteroDDPStrategy(), [FAST, SLOW], accumulate_grad_batches=2)
-
-
-def test_accumulation_over_two_workers():
-    for times in run_ranks(_accumulate, 2):
-        assert len(times) == 6
-
-
 def _wrong_number(rank):
     train(rank, "ddp", [FAST, SLOW, SLOW])
 
@@ -89,12 +79,6 @@ def test_a_wrong_number_of_profiles_is_an_error_on_every_rank():
         run_ranks(_wrong_number, 2)
     assert sorted(rank for rank, *_ in info.value.errors) == [0, 1]
     assert all("3 profiles for 2 ranks" in message for _, _, message in info.value.errors)
-
-
-@pytest.mark.parametrize("wrong", [3, [FAST, 3], "A100", None, []])
-def test_what_is_no_profile_is_refused_when_it_is_made(wrong):
-    with pytest.raises(TypeError):
-        EmulatedDeviceCallback(wrong)
 
 
 def test_evaluation_takes_the_forward_pass():
@@ -161,34 +145,6 @@ class Skips(Plain):
         return None if batch_idx < 2 else loss
 
 
-@pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
-def test_a_batch_without_a_backward_pass_takes_its_forward_pass():
-    callback, clock = counted(FAST, Skips(dtype=torch.float32))
-    assert [one.kind for one in callback.device.times] == ["forward"] * 3 + ["backward", "forward", "backward"]
-    assert {one.batch_size for one in callback.device.times} == {8}
-    assert clock.seconds == pytest.approx(4 * FAST.model.forward_time(8) + 2 * FAST.model.backward_time(8))
-
-
-class Slow(Regressor):
-    """Computes for 2 ms between the gradient of its output and those of its parameters."""
-
-    def loss(self, batch):
-        out = self(batch[0])
-        if out.requires_grad:
-            out.register_hook(lambda _: self.clock.work(0.002))
-        return out.square().mean()
-
-
-def test_the_backward_pass_begins_with_the_gradient_of_the_loss():
-    _, clock = counted(FAST, Slow(dtype=torch.float32))
-    assert clock.seconds == pytest.approx(4 * FAST.seconds(8))
-
-
-def test_the_batch_size_is_that_of_the_function():
-    callback, _ = counted(FAST, Regressor(dtype=torch.float32), batch_size=lambda batch: 2 * len(batch[0]))
-    assert {one.batch_size for one in callback.device.times} == {16}
-
-
 def test_each_rank_has_a_seed_of_its_own():
     profile = DeviceProfile(0.001, 0.0, 0.002, 0.0, jitter=0.2)
     for rank in range(2):
@@ -226,80 +182,3 @@ def test_a_thin_link_comes_on_top():
     for seconds in run_ranks(_thin, 2):
         assert len(seconds) == 7
         assert min(seconds) >= 0.1 + 0.2 - 0.01  # one bucket, which is ready when the backward pass ends
-
-
-def _observed(rank, own):
-    """Seconds outside of and in the backward pass that the strategy's timers see, and those of the device."""
-    model, seen = Plain(dtype=torch.float32), []
-    model.automatic_optimization = not own
-    if own:
-        model.training_step = lambda batch, batch_idx: Manual.training_step(model, batch, batch_idx)
-    model.on_train_batch_end = lambda *_: seen.append(model.trainer.strategy.observations())
-    device = DeviceProfile(q=0.0, s=0.06, k=0.0, m=0.02)
-    trainer = trainer_of(HeteroDDPStrategy(replan=4), 2, callbacks=[EmulatedDeviceCallback(device)], max_epochs=1)
-    trainer.fit(model, DataLoader(Points(12 * 8, dtype=torch.float32), 4))
-    rows = seen[-1]
-    return float(rows.forward.min()), float(rows.backward.min())
-
-
-@pytest.mark.parametrize("own", [False, True], ids=["automatic", "manual"])
-def test_the_forward_pass_is_timed_as_one(own):
-    """Lightning calls ``on_before_backward`` inside of the strategy's ``backward``: too late for a forward pass."""
-    for forward, backward in run_ranks(_observed, 2, own):
-        assert forward >= 0.06
-        assert backward >= 0.02
-
-
-def test_a_resumed_training_goes_on_with_the_next_pass(tmp_path):
-    profile = DeviceProfile(q=0.0, s=1e-4, k=0.0, m=1e-4, jitter=0.3, slowdown={2: 3.0})
-    callback = EmulatedDeviceCallback(profile)
-    loader = DataLoader(Points(16, dtype=torch.float32), 8)
-    trainer = trainer_of("auto", 1, callbacks=[callback], max_epochs=1)
-    trainer.fit(Plain(dtype=torch.float32), loader)
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    again = EmulatedDeviceCallback(profile)
-    trainer_of("auto", 1, callbacks=[again], max_epochs=2).fit(
-        Plain(dtype=torch.float32), loader, ckpt_path=tmp_path / "last.ckpt"
-    )
-    factors = profile.times(0)
-    expected = [1e-4 * factor for _ in range(4) for factor in next(factors)]
-    assert [one.device for one in again.device.times] == pytest.approx(expected[4:])
-
-
-def test_evaluation_counts_the_samples_of_the_function():
-    clock, callback = Clock(), EmulatedDeviceCallback(FAST, batch_size=lambda batch: 2 * len(batch[0]))
-    callback.device = EmulatedDevice(FAST, host=clock.host())
-    model = Regressor(dtype=torch.float32)
-    model.validation_step = lambda batch, batch_idx: None
-    trainer_of("auto", 1, callbacks=[callback]).validate(model, DataLoader(Points(16, dtype=torch.float32), 8))
-    assert [one.batch_size for one in callback.device.times] == [16, 16]
-    assert clock.seconds == pytest.approx(2 * FAST.model.forward_time(16))
-
-
-def test_the_end_of_a_training_leaves_no_hook():
-    model = Regressor(dtype=torch.float32)
-    counted(FAST, model)
-    assert not any(parameter._backward_hooks for parameter in model.parameters())
-    assert not any(layer._forward_hooks for layer in model.modules())
-
-
-class Bare(L.LightningModule):
-    """Parameter without a layer; skips its second batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(5))
-
-    def training_step(self, batch, batch_idx):
-        return None if batch_idx == 1 else (batch[0] * self.weight).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
-def test_a_forward_pass_without_a_layer_ends_before_the_backward_pass_or_with_its_batch():
-    callback, clock = counted(FAST, Bare())
-    kinds = [one.kind for one in callback.device.times]
-    assert kinds == ["forward", "backward", "forward", *["forward", "backward"] * 2]
-    assert clock.seconds == pytest.approx(4 * FAST.model.forward_time(8) + 3 * FAST.model.backward_time(8))

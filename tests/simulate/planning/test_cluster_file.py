@@ -10,12 +10,9 @@ from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import PlanContext
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
-from lightning_hetero.simulate import DeviceProfile
 from lightning_hetero.simulate.planning import Cluster, Given, Link, Worker, plan_cluster, read_cluster, record
 from lightning_hetero.simulate.planning.document import DocumentError
 from lightning_hetero.simulate.planning.units import (
-    format_rate,
-    format_seconds,
     parse_bytes,
     parse_count,
     parse_model,
@@ -76,12 +73,6 @@ def test_options_go_before_the_file(file):
     assert cluster.workers[0].q == read_cluster("A100", Given(workload="bert-squad")).workers[0].q
     assert (cluster.link.gradient_bytes, cluster.link.rate, cluster.link.latency) == (1e6, 1e6, 1.0)
     assert (cluster.total_batch_size, cluster.samples) == (64, 10)
-
-
-def test_a_workload_gives_what_is_not_said():
-    cluster = read_cluster("B", Given(workload="resnet50-imagenet"))
-    assert len(cluster.workers) == 16
-    assert (cluster.total_batch_size, cluster.samples, cluster.link.gradient_bytes) == (100, 1281167, 102_400_000)
 
 
 def test_a_record_is_read_as_it_was_written(file):
@@ -202,19 +193,6 @@ def test_an_error_names_the_line_and_what_is_allowed(file, text, line, words):
     assert all(word in message for word in words), message
 
 
-def test_a_mapping_is_merged_into_another(file):
-    text = "workers:\n  - &x {q: 1, s: 0, k: 1, m: 0}\n  - {<<: *x, name: b, q: 2}\n"
-    text += "  - {<<: [*x, {name: c, q: 3}]}\n  - *x\n"
-    workers = read_cluster(file(text)).workers
-    assert [(w.name, w.q, w.k) for w in workers] == [("worker", 1, 1), ("b", 2, 1), ("c", 1, 1), ("worker", 1, 1)]
-
-
-def test_numbers_as_yaml_writes_them(file):
-    text = "total_batch_size: 1_024\nlink: .inf\nworkers: [{q: 1_0.5, s: 0, k: 1, m: 0}]\n"
-    cluster = read_cluster(file(text))
-    assert (cluster.total_batch_size, cluster.link.rate, cluster.workers[0].q) == (1024, math.inf, 10.5)
-
-
 def test_nothing_in_a_file_is_executed(file):
     with pytest.raises(DocumentError):
         read_cluster(file("workers: !!python/object/apply:os.system ['exit 1']\n"))
@@ -239,13 +217,6 @@ def test_a_name_that_is_no_cluster_is_refused(text, given, words):
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_a_rate_needs_the_size_of_the_gradients(file):
-    path = file("link: 1Gbit\nworkers:\n  - {q: 1, s: 0, k: 1, m: 0, count: 2}\n")
-    with pytest.raises(ValueError, match="--model params=124M"):
-        read_cluster(path)
-    assert read_cluster(path, Given(gradient_bytes=1e6)).link.times(2) == pytest.approx((0.0064, 0.0016))
-
-
 def test_workers_are_dropped_by_name():
     cluster = read_cluster("4XA100,2*T4", Given(workload="bert-squad"))
     assert [w.name for w in cluster.dropped(["2xa100", "T4"]).workers] == ["A100", "A100", "T4"]
@@ -259,34 +230,6 @@ def test_workers_are_dropped_by_name():
         cluster.dropped(["4xA100", "2xT4"])
     small, large = Worker("a", 1, 0, 1, 0, memory=1), Worker("a", 1, 0, 1, 0, memory=2)
     assert Cluster((small, large)).dropped(["a"]).workers == (small,)
-
-
-TIMES = "workers: [{q: 1, s: 0, k: 1, m: 0, count: 3}]\n"
-
-
-def test_a_link_of_measured_times_is_that_of_the_workers_there(file):
-    link = read_cluster(file("link: {t_o: 30ms, t_u: 10ms}\n" + TIMES)).link
-    assert link.times(3) == (0.03, 0.01)
-    assert link.times(2) == pytest.approx((0.0225, 0.0075))
-    text = {"version": 1, "workers": [{"q": 1, "s": 0, "k": 1, "m": 0}] * 2, "t_o": 0.03}
-    assert read_cluster(file(json.dumps(text), "run.json")).link.times(2) == (0.03, 0.0)
-    assert read_cluster(file(json.dumps({**text, "measured_on": 3}), "run.json")).link.times(3) == (0.03, 0.0)
-
-
-def test_what_is_empty_in_a_file_is_not_given(file):
-    cluster = read_cluster(file("total_batch_size:\nsamples: 100\nprice: 2\nlink:\n" + TIMES))
-    assert (cluster.total_batch_size, cluster.samples, cluster.link) == (None, 100, Link())
-    assert [worker.price for worker in cluster.workers] == [2.0] * 3
-
-
-def test_a_record_takes_the_workload_of_the_options(file):
-    path = file(json.dumps({"version": 1, "workers": [{"q": 1, "s": 0, "k": 1, "m": 0}]}), "run.json")
-    cluster = read_cluster(path, Given(workload="bert-squad"))
-    assert (cluster.workload, cluster.total_batch_size) == ("bert-squad", 9)
-
-
-def test_the_jitter_of_a_worker_is_that_of_its_profile():
-    assert Worker("a", 1, 0, 1, 0, 8, jitter=0.1).profile() == DeviceProfile(1, 0, 1, 0, 8, 0.1, name="a")
 
 
 @pytest.mark.parametrize(
@@ -357,37 +300,6 @@ def test_prices():
     ):
         with pytest.raises(ValueError, match=words):
             parse_prices(texts)
-
-
-def test_a_cluster_is_a_worker_of_a_list():
-    given = Given(workload="bert-squad")
-    assert [w.name for w in read_cluster("a,T4", given).workers] == ["A5000", "A4000", "P4000", "T4"]
-    assert len(read_cluster("b", given).workers) == 16
-
-
-def test_shown_numbers_have_three_digits():
-    assert [format_rate(rate) for rate in (1e3, 12.5e6, 124.9e6, 124.95e6, 1e12)] == [
-        "8 kbit/s", "100 Mbit/s", "999 Mbit/s", "1 Gbit/s", "8 Tbit/s"
-    ]  # fmt: skip
-    assert [format_seconds(t) for t in (5e-6, 0.0123, 59.0, 900.0, 7200.0)] == [
-        "5 us", "12.3 ms", "59 s", "15 min", "2 h"
-    ]  # fmt: skip
-
-
-def test_a_device_of_a_file_may_have_its_own_jitter_error_and_name(file):
-    text = "workload: bert-squad\njitter: 0.03\nworkers: [T4, {device: T4, jitter: 0.2, error: 0.1, name: old}]\n"
-    plain, own = read_cluster(file(text)).workers
-    assert (plain.jitter, plain.error, plain.name) == (0.03, 0.0, "T4")
-    assert (own.jitter, own.error, own.name) == (0.2, 0.1, "old")
-
-
-def test_the_times_of_a_worker_of_a_file_may_have_jitter_and_price(file):
-    (worker,) = read_cluster(file("workers: [{q: 1, s: 0, k: 1, m: 0, jitter: 0.2, price: 3}]\nprice: 1\n")).workers
-    assert (worker.jitter, worker.price) == (0.2, 3.0)
-
-
-def test_a_cluster_without_a_name_has_that_of_its_file(file):
-    assert read_cluster(file(TIMES, "lab.yaml")).name == "lab"
 
 
 @pytest.mark.parametrize(("link", "gamma"), [("{rate: 1Gbit}", 0.2), ("{rate: 1Gbit, gamma: 0.3}", 0.3)])

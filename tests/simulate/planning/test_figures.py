@@ -1,12 +1,10 @@
 """Figures of a plan against another transcription of the equations, which tries all splits of small clusters."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from lightning_hetero.simulate.planning import without_one as leaving_out
 from lightning_hetero.simulate.planning.cluster import Cluster, Link, Worker
 from lightning_hetero.simulate.planning.figures import plan_cluster
 from lightning_hetero.simulate.planning.without_one import step_time_without, times_without_one
@@ -153,12 +151,6 @@ def test_real_sizes_of_very_many_kinds_differ_by_less_than_a_sample(monkeypatch)
         assert np.all(found >= whole - a_sample)
 
 
-def test_equal_workers_bring_the_same():
-    answer = plan_cluster(Cluster(many(40, np.random.default_rng(1), kinds=3), Link(4e6, 1e9)), 1000)
-    for name in ("w0", "w1", "w2"):
-        assert len({worker.brings for worker in answer.workers if worker.name == name}) == 1
-
-
 def test_a_worker_that_holds_up_the_others_is_left_out():
     fast = Worker("fast", 0.001, 0, 0.002, 0)
     answer = plan_cluster(Cluster((fast, fast, Worker("slow", 0.1, 1.0, 0.2, 1.0)), Link(4e3, 1e9)), 60)
@@ -187,28 +179,6 @@ def test_jitter_and_errors_make_steps_longer():
     assert one.step_time_error == pytest.approx(0.1 * one.step_time, rel=5e-3)
 
 
-@pytest.mark.parametrize("gamma", [0.0, 0.12, 0.5, 1.0])
-def test_jitter_of_what_the_link_hides_does_not_count(gamma):
-    """Drawn by eq. 7; of the backward pass, only the share before the first bucket is on the way."""
-    rng, link = np.random.default_rng(0), Link(1e8, 2.5e8, 0.0, 5, gamma)
-    workers = tuple(Worker(f"w{i}", 1e-4, 1e-3, 1e-3, 1e-2, jitter=0.05) for i in range(4))
-    answer = plan_cluster(Cluster(workers, link), 200)
-    a, p = (seconds * (1 + 0.05 * rng.standard_normal((40000, 4))) for seconds in (0.006, 0.06))
-    t_o, t_u = link.times(4)
-    steps = np.maximum((a + p).max(axis=1) + t_u, (a + gamma * p).max(axis=1) + t_o + t_u)
-    assert answer.expected_step_time == pytest.approx(steps.mean(), rel=2e-3)
-    assert answer.step_time_error == pytest.approx(steps.std(), rel=0.05)
-
-
-def test_a_link_that_takes_no_time_is_unlimited():
-    workers = (Worker("a", 0.001, 0.0, 0.002, 0.0), Worker("b", 0.002, 0.0, 0.004, 0.0))
-    measured = plan_cluster(Cluster(workers, Link(100e6, t_o=0.0, t_u=0.0, measured_on=2)), 30)
-    unlimited = plan_cluster(Cluster(workers, Link(100e6)), 30)
-    assert measured.link == unlimited.link
-    assert measured.link.rate == math.inf
-    assert measured.link.rate_needed > 0
-
-
 def test_what_is_infinite_is_null_in_json():
     answer = plan_cluster(Cluster((Worker("w", 0.001, 0.01, 0.002, 0.01),)), 10).to_dict()
     assert answer["workers"][0]["brings"] == 1.0
@@ -226,40 +196,6 @@ def test_a_total_that_cannot_run_is_refused(total, words):
         plan_cluster(Cluster(workers), total)
 
 
-def test_a_measured_link_answers_as_the_rate_that_its_times_amount_to():
-    workers = many(3, np.random.default_rng(2))
-    rated = Link(4e6, 1e8, buckets=4)
-    t_o, t_u = rated.times(2)
-    measured = Link(4e6, buckets=4, t_o=t_o, t_u=t_u, measured_on=2)
-    for factor in (0.5, 1.0, 3.0):
-        assert measured.scaled(factor).times(3) == pytest.approx(rated.scaled(factor).times(3))
-        assert measured.at_rate(1e8 * factor).times(3) == pytest.approx(rated.at_rate(1e8 * factor).times(3))
-    one, other = (plan_cluster(Cluster(workers, link), 60).link for link in (measured, rated))
-    assert one.share == pytest.approx(other.share)
-    assert one.share < 1
-    assert one.rate == pytest.approx(other.rate)
-    assert one.rate_needed == pytest.approx(other.rate_needed, rel=1e-3)
-
-
-def test_the_times_of_one_worker_say_nothing_of_a_rate():
-    link = Link(4e6, t_o=0.3, t_u=0.1, measured_on=1)
-    assert link.times(2) == (0.3, 0.1)
-    assert link.effective_rate() is None
-    assert plan_cluster(Cluster(many(2, np.random.default_rng(2)), link), 60).link.rate_needed is None
-
-
-def test_where_the_others_are_too_small_nobody_of_very_many_kinds_is_left_out(monkeypatch):
-    rng = np.random.default_rng(0)
-    workers = [replace(worker, memory=10) for worker in many(5, rng)]
-    workers[2] = replace(workers[2], memory=30)
-    cluster = Cluster(tuple(workers), Link(4e6, 1e9))
-    exact = times_without_one(cluster, 45)[1]
-    monkeypatch.setattr(leaving_out, "EXACT", 0)
-    found = times_without_one(cluster, 45)[1]
-    assert np.isinf(exact).tolist() == np.isinf(found).tolist() == [False, False, True, False, False]
-    assert found[[0, 1, 3, 4]] == pytest.approx(exact[[0, 1, 3, 4]], rel=0.2)
-
-
 def test_each_worker_is_limited_by_what_asks_for_the_longer_step():
     workers = (Worker("back", 1e-4, 0, 5e-3, 0), Worker("front", 5e-3, 0, 1e-4, 0))
     link = Link(gamma=0.1, t_o=0.05, t_u=0.01, measured_on=2)
@@ -267,18 +203,3 @@ def test_each_worker_is_limited_by_what_asks_for_the_longer_step():
     overlapped = [0.9 * w.k * part.local_batch_size for w, part in zip(workers, answer.workers, strict=True)]
     assert overlapped[0] > link.t_o > overlapped[1]
     assert [part.bottleneck for part in answer.workers] == ["compute", "communication"]
-
-
-def test_the_device_that_even_sizes_do_not_fit_is_named():
-    workers = (Worker("large", 1e-3, 0, 2e-3, 0), Worker("small", 1e-3, 0, 2e-3, 0, memory=5))
-    assert plan_cluster(Cluster(workers), 20).even_does_not_fit == "small"
-
-
-def test_devices_without_a_price_are_named():
-    workers = tuple(
-        Worker(name, 1e-3, 0, 2e-3, 0, price=price) for name, price in (("a", 1.0), ("b", None), ("b", None))
-    )
-    epoch = plan_cluster(Cluster(workers), 30, samples=300).epoch
-    assert (epoch.price_per_hour, epoch.cost, epoch.without_price) == (None, None, ("b",))
-    epoch = plan_cluster(Cluster(workers).priced({"b": 2.0}), 30, samples=300).epoch
-    assert (epoch.price_per_hour, epoch.without_price) == (5.0, ())

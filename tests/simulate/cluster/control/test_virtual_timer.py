@@ -36,26 +36,6 @@ def test_the_first_step_of_a_new_size_on_any_rank_gives_no_row():
     assert rows(timer) == [4, 6, 7, 9]
 
 
-def test_the_newest_rows_are_kept():
-    timer = VirtualTimer(2)
-    for first in range(0, 60, 10):
-        timer.see(steps((4, 4), range(first, first + 10)))
-    assert rows(timer) == list(range(28, 60))
-    timer.see(steps((4, 4), range(100)))
-    assert rows(timer) == list(range(68, 100))
-
-
-def test_a_sync_round_is_no_part_of_a_step():
-    timer = VirtualTimer(2)
-    timer.see(steps((4, 4), [1, 2, 3, 4]))
-    assert timer.take().step_time.tolist() == [[4, 4]]
-    timer.see(steps((4, 4), [5, 6]))
-    timer.see(steps((4, 4), [7]))
-    step_time = timer.take().step_time
-    assert np.isnan(step_time[0]).all()
-    assert step_time[1:].tolist() == [[6, 6], [7, 7]]
-
-
 def test_the_cost_of_a_change_is_what_the_first_rank_measures():
     timer = VirtualTimer(2)
     timer.see(steps((4, 4), [1, 1, 1, 1]))
@@ -66,11 +46,3 @@ def test_the_cost_of_a_change_is_what_the_first_rank_measures():
     assert timer.change_cost is None
     timer.see(steps((6, 2), [3, 1]))
     assert timer.change_cost == 2.0
-
-
-def test_steps_with_fewer_buckets_have_nan_for_the_others():
-    timer = VirtualTimer(2)
-    timer.see(steps((4, 4), [1, 2, 3, 4], buckets=3))
-    timer.see(steps((4, 4), [5], buckets=1))
-    ends = timer.take().bucket_ends
-    np.testing.assert_array_equal(ends, [[[0.0, 0.0, 0.0]] * 2, [[0.0, np.nan, np.nan]] * 2])

@@ -26,13 +26,3 @@ def test_the_stream_of_each_profile_in_whatever_parts(parts):
     for i, profile in enumerate(PROFILES):
         np.testing.assert_allclose(devices[:, i], list(itertools.islice(profile.times(3 + i), 150)), rtol=1e-14)
         np.testing.assert_array_equal(slow[:, i], [profile.slowdown_at(t) for t in range(150)])
-
-
-def test_the_link_has_numbers_of_its_own():
-    link = ProfileFactors(PROFILES[:1], [0], link_jitter=0.1).take(20_000).link
-    assert link.mean() == pytest.approx(1.0, abs=0.005)
-    assert link.std() == pytest.approx(0.1, abs=0.005)
-    assert (ProfileFactors(PROFILES[:1], [0]).take(5).link == 1.0).all()
-    one, other, again = (ProfileFactors([], [], 0.1, seed).take(5).link for seed in (1, 2, 1))
-    assert (one == again).all()
-    assert (one != other).all()

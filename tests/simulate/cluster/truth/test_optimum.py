@@ -4,13 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lightning_hetero.core.batching.optperf import solve_optperf
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
 from lightning_hetero.simulate.cluster.truth.optimum import CostLines, best_split
-from lightning_hetero.simulate.cluster.truth.step_events import bucket_times
 
 
 def splits(total, low, high):
@@ -43,17 +40,6 @@ def test_no_split_is_better(seed):
         assert lines.seconds(sizes).max() == pytest.approx(found, rel=1e-12)
 
 
-def test_lines_are_the_time_of_the_events():
-    rng = np.random.default_rng(0)
-    for _ in range(500):
-        workers = int(rng.integers(1, 6))
-        coefficients, shares, seconds = drawn(rng, workers)
-        q, s, k, m = coefficients
-        sizes = rng.integers(1, 20, workers)
-        done = bucket_times((q * sizes + s)[None], (k * sizes + m)[None], shares, seconds[None])
-        assert CostLines.of(coefficients, shares, seconds).seconds(sizes).max() == pytest.approx(done[0, -1])
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_as_good_as_the_solver_of_the_planners(seed):
     """Two searches that share nothing, on the times of C eq. 7: two buckets."""
@@ -68,23 +54,6 @@ def test_as_good_as_the_solver_of_the_planners(seed):
         plan = solve_optperf(ClusterTimeModel(nodes, gamma, first, last), total, min_local=(1,) * workers)
         best, _ = best_split(lines, total, np.ones(workers), np.full(workers, float(total)))
         assert lines.seconds(plan.local_batch_sizes).max() == pytest.approx(best, rel=1e-9)
-
-
-@settings(deadline=None)
-@given(st.integers(1, 50), st.integers(1, 20))
-def test_equal_workers_share_evenly(workers, per_worker):
-    lines = CostLines(np.ones((1, workers)), np.zeros((1, workers)))
-    seconds, sizes = best_split(lines, workers * per_worker, np.ones(workers), np.full(workers, 1e9))
-    assert seconds == per_worker
-    assert sizes.tolist() == [per_worker] * workers
-
-
-@settings(deadline=None)
-@given(st.integers(2, 200))
-def test_more_samples_take_no_less(total):
-    lines = CostLines(np.array([[0.3, 0.7], [0.5, 0.1]]), np.array([[0.2, 0.0], [0.0, 1.0]]))
-    bounds = np.ones(2), np.full(2, 1e9)
-    assert best_split(lines, total, *bounds)[0] <= best_split(lines, total + 1, *bounds)[0]
 
 
 @pytest.mark.parametrize("total", [1, 11])

@@ -42,35 +42,3 @@ def test_events_are_those_of_the_rule(seed):
                 own = rows.overlapped_sync[t, i], rows.last_sync[t, i]
                 np.testing.assert_allclose(own, seen_by(i, a[t], p[t], shares, ends), rtol=1e-9, atol=1e-12)
                 np.testing.assert_allclose(rows.bucket_ends[t, i], np.array(ends) - a[t, i])
-
-
-def test_rows_are_those_of_the_newest_steps():
-    a, p = np.arange(1.0, 7.0).reshape(3, 2), np.ones((3, 2))
-    shares, seconds = np.array([0.5, 1.0]), np.zeros((3, 2))
-    times = StepTimes(np.array([3.0, 1.0]), a, p, shares, bucket_times(a, p, shares, seconds))
-    rows = times.observed(1)
-    assert rows.num_steps == 2
-    assert rows.forward.tolist() == a[1:].tolist()
-    assert rows.first_bucket.tolist() == [[0.5, 0.5]] * 2
-    assert rows.step_time.tolist() == [[5.0, 5.0], [7.0, 7.0]]
-    np.testing.assert_allclose(times.idle, [[1 / 3, 0], [1 / 5, 0], [1 / 7, 0]])
-
-
-def test_a_noisy_first_bucket_is_one_of_the_measurement_only():
-    a, p = np.ones((1, 2)), np.ones((1, 2))
-    shares = np.array([0.5, 1.0])
-    done = bucket_times(a, p, shares, np.zeros((1, 2)))
-    exact, noisy = (
-        StepTimes(np.ones(2), a, p, shares, done, first).observed() for first in (None, 2.0 * np.ones((1, 2)))
-    )
-    np.testing.assert_allclose(noisy.first_bucket, 2 * exact.first_bucket)
-    np.testing.assert_allclose(noisy.step_time, exact.step_time)
-
-
-def test_rows_have_the_samples_that_ran():
-    """A worker that is left out runs its minimum, whose time says what it takes."""
-    a, p, shares = np.ones((2, 2)), np.ones((2, 2)), np.ones(1)
-    done = bucket_times(a, p, shares, np.zeros((2, 1)))
-    times = StepTimes(np.array([6.0, 1.0]), a, p, shares, done, planned=np.array([6.0, 0.0]))
-    assert times.observed().local_batch_sizes.tolist() == [[6.0, 1.0]] * 2
-    assert times.planned.tolist() == [6.0, 0.0]

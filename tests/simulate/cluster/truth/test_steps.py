@@ -19,30 +19,6 @@ def test_the_jitter_of_the_link_is_on_latency_and_bytes(trace):
     np.testing.assert_allclose(seconds, factors * link.seconds(2).sum())
 
 
-def test_bytes_are_sent_at_the_rate_of_the_second_in_which_they_leave():
-    device = DeviceProfile(0.0, 1.0, 0.0, 0.0)
-    link = LinkProfile(gradient_bytes=1e6, rate=1e6, buckets=1, trace=[(0.5, 1e5)])
-    assert ClusterSimulator([device] * 2, 20, link=link, policy="even").run(1).seconds.tolist() == [1.0 + 10.0]
-
-
-@pytest.mark.parametrize("trace", [(), [(0.5, 1e5)]], ids=["constant", "trace"])
-def test_one_worker_sends_nothing(trace):
-    link = LinkProfile(gradient_bytes=1e6, rate=1e6, latency=0.1, trace=trace)
-    result = ClusterSimulator([DeviceProfile(0.0, 1.0, 0.0, 0.0)], 20, link=link, policy="even").run(3)
-    np.testing.assert_allclose(result.seconds, 1.0)
-    np.testing.assert_allclose(result.exact, 1.0)
-
-
-def test_a_worker_that_is_left_out_runs_its_minimum():
-    devices = [DeviceProfile(0.001, 0.0, 0.002, 0.0), DeviceProfile(0.1, 1.0, 0.2, 0.0)]
-    simulator = ClusterSimulator(devices, 20, policy=None, min_local=2)
-    simulator.adopt(BatchPlan(20, (20, 0)))
-    result = simulator.run(3)
-    np.testing.assert_allclose(result.seconds, 2 * 0.3 + 1.0)
-    assert result.sizes[0].tolist() == [20, 0]
-    assert result.totals.tolist() == [20] * 3
-
-
 def test_coefficients_and_times_are_those_of_the_next_step_without_jitter():
     devices = [
         DeviceProfile(0.001, 0.01, 0.002, 0.02, jitter=0.1, slowdown={0: 3.0, 5: 2.0, 10: 1.0}),
@@ -67,21 +43,3 @@ def test_a_slowdown_is_one_for_all_or_one_each():
     before = simulator.time(simulator.plan)
     simulator.slow_down(2.0)
     assert simulator.time(simulator.plan) == pytest.approx(2 * before)
-
-
-def test_a_step_without_samples_has_no_optimum():
-    simulator = ClusterSimulator([DeviceProfile(0.001, 0, 0.002, 0)] * 3, 30)
-    with pytest.raises(ValueError, match="total_batch_size=0"):
-        simulator.optimum(0)
-
-
-def test_times_without_jitter_follow_all_slowdowns_between_two_steps():
-    simulator = ClusterSimulator([DeviceProfile(0.001, 0.01, 0.002, 0.01)] * 2, 20, policy="even")
-    for factor in range(2, 30):
-        for other in (9.0, 8.0, 7.0, factor):
-            simulator.slow_down(other)
-        simulator.advance(1)
-    result = simulator.result
-    np.testing.assert_allclose(result.seconds, 0.05 * np.arange(2, 30))
-    np.testing.assert_allclose(result.exact, result.seconds)
-    np.testing.assert_allclose(result.optimum, result.seconds)
