@@ -4,10 +4,12 @@ A mutant is the package with one change of one line: an operator, a constant, a 
 arguments, a decision that is ignored. It is *killed* if a test fails. The same mutants against two suites say which of
 them sees more::
 
+    python tests/mutants.py cover                                  # which test runs which line; needs `coverage`
     python tests/mutants.py draw --seed 43 --count 60 > mutants.json
-    python tests/mutants.py run mutants.json --root . --tests tests/equations
+    python tests/mutants.py run mutants.json                        # each against the tests that run its line
 
-Each mutant is written into the tree at ``--root`` and taken out again, so give it a worktree of its own.
+or against what you name (``--tests tests/equations``). Each mutant is written into the tree at ``--root`` and taken out
+again, so give it a worktree of its own.
 """
 
 import argparse
@@ -17,13 +19,96 @@ import copy
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 PACKAGE = "lightning_hetero"
+PLACE = Path("build", "mutants")
+"""Where ``cover`` leaves what it found, below the root."""
+
+SETTINGS = """
+[run]
+parallel = true
+concurrency = multiprocessing,thread
+patch = subprocess,_exit,fork
+source_pkgs = lightning_hetero
+plugins = tests.mutants
+data_file = {data}
+disable_warnings = no-data-collected,module-not-imported,module-not-measured,already-imported,no-ctracer
+"""
+
+
+def coverage_init(registry, options):
+    """Say which test runs, in processes that a test has started as well; coverage calls it by this name."""
+    import coverage
+
+    class ByTest(coverage.CoveragePlugin):
+        def dynamic_context(self, frame):
+            test = os.environ.get("PYTEST_CURRENT_TEST")
+            return test and test.rsplit(" ", 1)[0].partition("[")[0]
+
+    registry.add_dynamic_context(ByTest())
+
+
+def cover(root, python, given):
+    """Run tests under coverage, with the time that each takes."""
+    place = root / PLACE
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    settings = place / "settings"
+    settings.write_text(SETTINGS.format(data=place / "data"))
+    tests = given or ["-n", "2", "--dist", "loadfile", "-m", "not (slow or gpu)"]
+    measured = [python, "-m", "coverage"]
+    command = [
+        *measured,
+        "run",
+        f"--rcfile={settings}",
+        "-m",
+        "pytest",
+        "-q",
+        f"--junitxml={place / 'times.xml'}",
+        *tests,
+    ]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    subprocess.run(command, cwd=root, env=env, check=False)
+    subprocess.run([*measured, "combine", "-q", f"--rcfile={settings}"], cwd=root, env=env, check=True)
+    report = [*measured, "report", f"--rcfile={settings}"]
+    (place / "report.txt").write_bytes(
+        subprocess.run(report, cwd=root, env=env, check=True, capture_output=True).stdout
+    )
+
+
+def nearest(root, mutants, limit):
+    """Give each mutant the tests that run its line, those that run few lines first, as many as the time allows."""
+    import coverage
+
+    data = coverage.CoverageData(str(root / PLACE / "data"))
+    data.read()
+    seconds, breadth = {}, {}
+    for case in ElementTree.parse(root / PLACE / "times.xml").iter("testcase"):
+        parts, name = case.get("classname").split("."), case.get("name").partition("[")[0]
+        test = f"{'/'.join(parts)}.py::{name}"
+        seconds[test] = seconds.get(test, 0.0) + float(case.get("time"))
+    found = {name: data.contexts_by_lineno(name) for name in data.measured_files()}
+    for lines in found.values():
+        for tests in lines.values():
+            for test in tests:
+                breadth[test] = breadth.get(test, 0) + 1
+    for mutant in mutants:
+        lines = found.get(str(root / mutant["file"]), {})
+        chosen, left = [], limit
+        for test in sorted(filter(None, lines.get(mutant["line"], ())), key=lambda test: (breadth[test], test)):
+            if (needed := seconds.get(test, 1.0)) <= left:
+                chosen.append(test)
+                left -= needed
+        mutant["tests"] = chosen
+
+
 COMPARED = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -221,11 +306,14 @@ def draw(root, seed, count, under):
         kinds = sorted({kind for _, kind, *_ in found})
         for _ in range(shares[room]):
             kind = chance.choice(kinds)
-            chosen.append(chance.choice([site for site in found if site[1] == kind]))
+            left = [site for site in found if site[1] == kind and site not in chosen]
+            chosen.append(chance.choice(left or found))
     return [described(path, root, *site) for path, *site in chosen]
 
 
 def run_one(root, mutant, tests, limit, python):
+    if not tests:
+        return {"result": "no tests"}
     path = root / mutant["file"]
     source = path.read_bytes()
     begin, old = mutant["begin"], mutant["old"].encode()
@@ -268,6 +356,8 @@ def main():
     drawing.add_argument("--seed", type=int, default=43)
     drawing.add_argument("--count", type=int, default=60)
     drawing.add_argument("--under", nargs="*", default=[], help="folders or files of the package, all by default")
+    covering = commands.add_parser("cover")
+    covering.add_argument("given", nargs="*", help="what pytest gets in place of all that `make test` runs")
     running = commands.add_parser("run")
     running.add_argument("mutants", type=Path)
     running.add_argument(
@@ -280,7 +370,13 @@ def main():
     if options.command == "draw":
         json.dump(draw(root, options.seed, options.count, options.under), sys.stdout, indent=1)
         return
-    for number, mutant in enumerate(json.loads(options.mutants.read_text())):
+    if options.command == "cover":
+        cover(root, sys.executable, options.given)
+        return
+    mutants = json.loads(options.mutants.read_text())
+    if not options.tests:
+        nearest(root, mutants, options.limit)
+    for number, mutant in enumerate(mutants):
         tests = options.tests or mutant["tests"]
         result = run_one(root, mutant, tests, options.limit, options.python)
         place = f"{mutant['file']}:{mutant['line']}"
