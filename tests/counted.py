@@ -9,12 +9,13 @@ import torch.distributed as dist
 
 from lightning_hetero.comm.collectives import async_ops as sums
 from lightning_hetero.core.link.bandwidth import sum_bytes
+from tests.ranks import at_end
 
 LATENCY = 1e-4
 
 
 class CountedTime:
-    """The clock of a rank, and the link to the other ones; for a process of its own, whose ``perf_counter`` it takes.
+    """The clock of a rank, and the link to the other ones; takes the place of ``perf_counter`` until the job is over.
 
     Computing takes what :meth:`spend` is given, 3 % more or less by numbers that are drawn. Sums and messages of
     gradients are exchanged for real, and are there when a link of this rate would have brought them: after the last
@@ -33,8 +34,13 @@ class CountedTime:
         self.now, self.rate, self.sent, self._free = 0.0, rate, 0.0, 0.0
         self._scatter = np.random.default_rng(rank)
         self._sum, self._gather, self._barrier = sums.async_all_reduce, sums.async_all_gather, dist.barrier
-        time.perf_counter = lambda: self.now
+        clock, time.perf_counter = time.perf_counter, lambda: self.now
+        at_end(lambda: self._restore(clock))
         sums.async_all_reduce, sums.async_all_gather, dist.barrier = self.sum, self.gather, self.barrier
+
+    def _restore(self, clock):
+        time.perf_counter = clock
+        sums.async_all_reduce, sums.async_all_gather, dist.barrier = self._sum, self._gather, self._barrier
 
     def spend(self, seconds):
         self.now += seconds * self._scatter.uniform(0.97, 1.03)

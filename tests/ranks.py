@@ -61,6 +61,13 @@ class RankError(AssertionError):
 
 # in a rank
 
+_AT_END = []
+
+
+def at_end(call):
+    """Call a function when the job of this process is over, which puts back what the job has changed."""
+    _AT_END.append(call)
+
 
 def _forget_accelerate():
     if "accelerate" in sys.modules:
@@ -212,6 +219,7 @@ def _serve(connection):
     gc.freeze()
     torch.set_num_threads(1)
     warnings.resetwarnings()
+    atexit._clear()
     while (job := connection.recv_bytes()) != b"end":
         variables, filters, test, job = pickle.loads(job)
         os.environ["PYTEST_CURRENT_TEST"] = test
@@ -227,7 +235,10 @@ def _serve(connection):
             _send(connection, _called(fn, args, rank))
             connection.recv()  # all are done
         del fn, args
+        while _AT_END:
+            _AT_END.pop()()
         gc.collect()
+        atexit._run_exitfuncs()  # what a script of the user's would run here
         if dist.is_initialized():
             dist.destroy_process_group()
         connection.send(state.restore())

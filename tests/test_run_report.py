@@ -180,7 +180,7 @@ def _fails(rank, folder, how):
 
 @pytest.mark.parametrize("how", ["raise", "kill", "kill 0"])
 def test_what_was_recorded_before_a_failure_can_be_read(tmp_path, how):
-    run_ranks(_fails, 2, str(tmp_path), how, expect_errors=True)
+    run_ranks(_fails, 2, str(tmp_path), how, expect_errors=True, start="fork")
     run = read(tmp_path)
     assert len(run.rounds) >= 3
     assert run.damaged == 0

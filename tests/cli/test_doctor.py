@@ -14,7 +14,7 @@ import pytest
 from lightning_hetero import cli
 from lightning_hetero.cli.doctor import examine as module
 from lightning_hetero.cli.doctor.autoload import NAMES, Autoload
-from tests.helpers import free_port, run_ranks
+from tests.ranks import at_end, free_port, run_ranks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
 WORKS = Autoload(1, False, False, NAMES)
@@ -98,11 +98,13 @@ def test_versions_with_published_vulnerabilities_are_problems(doctor, monkeypatc
 
 def checked(rank, fault):
     """Exit code and output of a rank, of which the second may have a fault in the measurement of speed."""
-    module.autoload_of = lambda: WORKS
+    patch = pytest.MonkeyPatch()
+    at_end(patch.undo)
+    patch.setattr(module, "autoload_of", lambda: WORKS)
     if rank == 1 and fault == "raise":
-        module.measure_speed = lambda *given: 1 / 0
+        patch.setattr(module, "measure_speed", lambda *given: 1 / 0)
     elif rank == 1 and fault == "lost":
-        module.measure_speed = lambda *given: sys.exit("gone")
+        patch.setattr(module, "measure_speed", lambda *given: sys.exit("gone"))
     output, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         try:
@@ -136,6 +138,7 @@ def words(text):
     return {line.split()[0] for line in lines if not line[0].isdigit()}
 
 
+@pytest.mark.slow("torchrun starts interpreters; the same ranks are tested together above")
 def test_under_torchrun_as_the_page_shows():
     """The real thing, with the second program; the page's output has the same parts."""
     command = [
