@@ -3,6 +3,7 @@
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -31,6 +32,7 @@ class StoreCalls:
         """
         if self._work is None:
             self._work = queue.SimpleQueue()
+            weakref.finalize(self, self._work.put, None)  # the thread ends with its owner
             # a daemon, so that a process can end while a call does not return
             threading.Thread(target=_serve, args=(self._work,), name="lightning_hetero-store", daemon=True).start()
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
