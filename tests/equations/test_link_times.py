@@ -212,23 +212,6 @@ def test_a_link_that_hides_behind_computing_is_not_taken_for_a_slow_one(seed):
     assert link.at(16)[0] == pytest.approx(t_o, rel=0.1)
 
 
-def test_jumps_are_followed_at_once_and_noise_is_averaged(seed):
-    rng, link = np.random.default_rng(seed), LinkTimes()
-
-    def seen(t_o, t_u):
-        late, scatter = np.array([0.0, 0.5, 0.5]), np.exp(0.05 * rng.standard_normal((8, 1)))
-        ones = np.ones((8, 3))
-        return StepObservations(ones, ones, ones, 0.2 * ones, t_o * scatter + late, t_u * scatter + late, 3 * ones)
-
-    for _ in range(40):
-        link = link.observe(seen(0.3, 0.03))
-    assert link.at(3) == pytest.approx((0.3, 0.03), rel=0.05)
-    assert link.error(3) < 0.02 * 0.33
-    assert link.observe(seen(0.9, 0.09)).at(3) == pytest.approx((0.9, 0.09), rel=0.08)
-    once = link.observe(looks([True])).observe(looks([True] * 8))
-    assert once.at(3) == link.at(3), "another number of workers has times of its own"
-
-
 @given(seeds)
 def test_another_number_of_workers_follows_the_ring_by_non_negative_least_squares(seed):
     """``latency (n - 1) + transfer (n - 1) / n``; of one number of workers, only the transfer is known."""
@@ -349,11 +332,3 @@ def test_scatter_of_the_link_is_no_workers_own(seed):
     assert np.sqrt(np.mean(np.square(z))) < 2.2
     assert max(map(abs, z)) < 7
     assert likely_offsets(known, 4, 0.02)[0].max() < 0.005
-
-
-def test_what_is_known_of_a_worker_fades_where_nobody_takes_turns():
-    known = {0: (0.1, 1e-4), 1: (-0.1, 1e-4)}
-    assert likely_offsets(known, 2, 0.1)[0] == pytest.approx([0.2, 0.0], abs=1e-3)
-    for _ in range(400):
-        known = per_worker_offsets(known, {}, 0.1)
-    assert max(likely_offsets(known, 2, 0.1)[0]) < 0.02

@@ -220,15 +220,3 @@ def test_the_residual_is_a_kalman_filter_of_a_share_and_of_seconds(seed, chosen)
                 error = math.sqrt(np.array([at, 1.0]) @ covariance @ [at, 1.0])
                 assert residual.error(at, chosen) == pytest.approx(error)
     assert Residual.from_state_dict(json.loads(json.dumps(residual.state_dict()))) == residual
-
-
-@pytest.mark.parametrize("lengths", [(0.1, 0.3), (0.1,)])
-def test_steps_of_two_lengths_tell_a_share_from_seconds_and_of_one_they_do_not(lengths):
-    residual = Residual()
-    for step in lengths * 40:
-        residual = residual.observe(step, 1.04 * step + 0.005, 1e-8)
-    if len(lengths) == 2:
-        assert (residual.share, residual.seconds) == pytest.approx((0.04, 0.005), abs=1e-3)
-    else:
-        assert residual.share * 0.1 == pytest.approx(residual.seconds, rel=0.01)
-        assert residual.error(0.4) > 5 * residual.error(0.1)

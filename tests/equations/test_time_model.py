@@ -137,19 +137,6 @@ def test_the_fit_of_exact_times_is_exact(nodes, gamma, t_o, t_u, sizes):
         ClusterTimeModel.fit(StepObservations.empty(2))
 
 
-def test_the_fit_is_near_under_noise_with_gross_outliers(seed):
-    rng = np.random.default_rng(seed)
-    slow = NodeTimeModel(0.004, 0.01, 0.009, 0.03)
-    true = ClusterTimeModel((NodeTimeModel(0.001, 0.02, 0.002, 0.01), slow), 0.3, 0.02)
-    seen = measured(rng.integers(8, 65, (200, 2)), true, rng, noise=0.05)
-    gross = np.where(rng.random(seen.forward.shape) < 0.1, rng.uniform(3, 20, seen.forward.shape), 1.0)
-    fitted = ClusterTimeModel.fit(replace(seen, forward=seen.forward * gross, backward=seen.backward * gross))
-    for found, node in zip(fitted.nodes, true.nodes, strict=True):
-        assert found.q + found.k == pytest.approx(node.q + node.k, rel=0.1)
-        for b in (8, 64):
-            assert found.compute_time(b) == pytest.approx(node.compute_time(b), rel=0.05)
-
-
 def test_odd_steps_at_a_size_count_as_the_longest_of_the_rest():
     """A worker at two sizes, of which one was seen more often, and one step of each took a hundred times as long."""
     b = np.array([10.0] * 12 + [20.0] * 4)[:, None]
@@ -287,37 +274,21 @@ def test_samples_count_where_their_number_varies():
     assert (theta[0] > 0.4, theta[1] > 0.2, sum(theta[2:])) == (True, True, 0)
 
 
-def stalled(work, times, every, factor):
-    times[1::every] *= factor
-
-
-def one_stalled(work, times):
-    times[::11, 1] *= 4
-
-
-def ragged(work, times):
-    for worker in range(3):
-        work[10 * worker, worker], times[10 * worker, worker] = 0.0, 0.0
-
-
-def not_known(work, times):
-    times[5, 0], times[9, 2], work[11, 1, 2] = np.nan, np.inf, np.nan
-
-
-SPOILED = {
-    "one worker stalls": one_stalled,
-    "all stall": lambda work, times: stalled(work, times, 30, 300),
-    "all stall often": lambda work, times: stalled(work, times, 10, 20),
-    "a batch with fewer samples than workers": ragged,
-    "values that are not known": not_known,
-}
+SPOILED = ["one worker stalls", "all stall", "all stall often", "fewer samples than workers", "not known"]
 
 
 @pytest.mark.parametrize("name", SPOILED)
 def test_steps_that_are_no_steps_do_not_count(name, seed):
     work = shares(60, seed)
     times = times_of(work, PADDED, seed=seed)
-    SPOILED[name](work, times)
+    if name == "not known":
+        times[5, 0], times[9, 2], work[11, 1, 2] = np.nan, np.inf, np.nan
+    elif name == "fewer samples than workers":  # as the last batch of an epoch
+        for worker in range(3):
+            work[10 * worker, worker], times[10 * worker, worker] = 0.0, 0.0
+    else:
+        where = {"one worker stalls": np.s_[::11, 1], "all stall": np.s_[1::30], "all stall often": np.s_[1::10]}[name]
+        times[where] *= 300 if name == "all stall" else 8
     found = fit(work, times)
     np.testing.assert_allclose(np.array(found.theta) / found.theta[2], PADDED, atol=0.3)
     np.testing.assert_allclose(np.array(found.slope) / found.slope[0], SPEEDS, rtol=0.2)

@@ -168,110 +168,85 @@ def test_bounds_the_newest_model_and_damage_count_for_the_optimum():
 # words: what limits the step, and what to do
 
 
-def slower(name, **more):
+def slower(name):
     one = at(nodes=[NODES[0]] * 2)
-    return replace(
-        one, **{name: (getattr(one, name)[0], getattr(one, name)[1] + 0.1)}, step_time=one.step_time + 0.1, **more
-    )
+    first, second = getattr(one, name)
+    return replace(one, **{name: (first, second + 0.1)}, step_time=one.step_time + 0.1)
 
 
 def noisy(share, jitter):
     one = at(nodes=[NODES[0]] * 2)
     later = {name: (getattr(one, name)[0], getattr(one, name)[0] * share) for name in PHASES}
-    return replace(one, **later, timed=9, jitter=jitter)
+    return replace(one, **later, timed=9, jitter=(0.01 * jitter, jitter))
 
 
-def rest(share):
-    one = at((20, 10))
-    return replace(one, step_time=one.step_time / (1.0 - share))
+LIMITS = [
+    ("rank 1's backward", at()),
+    ("rank 1's loader", at(data=(0.0, 0.3))),
+    ("rank 0's loader", at(data=(0.3, 0.0))),
+    ("rank 1's forward", slower("forward")),
+    ("rank 1's optimizer", slower("optimizer")),
+    (r"the link \(67%", at(link=0.2)),
+    ("computing, balanced", at((20, 10))),
+    ("computing, balanced", noisy(1.08, 0.1)),  # three standard errors of nine steps are a tenth
+    ("rank 1's", noisy(1.12, 0.1)),
+    ("rank 1's", noisy(1.08, 0.001)),
+    ("loading, balanced", at((20, 10), data=(0.06, 0.06))),
+    ("computing of ranks 0 and 2", at((16, 4, 16), [NODES[0], NODES[1], NODES[0]])),
+    ("computing of 4 of 5", at((16, 4, 16, 16, 16), [NODES[0], NODES[1], *[NODES[0]] * 3])),
+    ("computing$", at((16,), NODES[:1])),
+    ("computing, balanced", replace(at((20, 10)), step_time=at((20, 10)).step_time / 0.76)),
+    ("the training loop", replace(at((20, 10)), step_time=at((20, 10)).step_time / 0.74)),
+]
 
 
-LIMITS = {
-    "rank 1's backward": at(),
-    "rank 1's loader": at(data=(0.0, 0.3)),
-    "rank 0's loader": at(data=(0.3, 0.0)),
-    "rank 1's forward": slower("forward"),
-    "rank 1's optimizer": slower("optimizer"),
-    "the link (67%": at(link=0.2),
-    "computing, balanced": at((20, 10)),
-    "computing, balanced over": noisy(1.08, (0.01, 0.1)),
-    "rank 1's ": noisy(1.12, (0.01, 0.1)),
-    "rank 1's": noisy(1.08, (0.001, 0.001)),
-    "loading, balanced": at((20, 10), data=(0.06, 0.06)),
-    "computing of ranks 0 and 2": at((16, 4, 16), [NODES[0], NODES[1], NODES[0]]),
-    "computing of 4 of 5": at((16, 4, 16, 16, 16), [NODES[0], NODES[1], *[NODES[0]] * 3]),
-    "computing": at((16,), NODES[:1]),
-    "computing, balanced over all": rest(0.24),
-    "the training loop": rest(0.26),
-}
-
-
-@pytest.mark.parametrize("words", LIMITS)
-def test_what_limits_the_step_is_named(words):
-    assert limit_of(figures(LIMITS[words])).startswith(words)
-    if words == "computing":
-        assert "balanced" not in limit_of(figures(LIMITS[words]))
+@pytest.mark.parametrize(("words", "one"), LIMITS)
+def test_what_limits_the_step_is_named(words, one):
+    assert re.match(words, limit_of(figures(one)))
 
 
 SLOW = (0.0, 0.2, 0.0, 0.1)
 SHORT = [(1e-5, 1e-3, 1e-5, 1e-4), (1e-5, 4e-3, 1e-5, 1e-4)]
 BOUND = [NODES[0]] * 2 + [(0.004, 0.002, 0.008, 0.001)] * 2
-ADVICE = {
-    "a balanced run": ([at((21, 11))], "perf_model", []),
-    "a link that makes steps wait": ([at((21, 11), link=0.1)], "perf_model", ["communication.*59%.*2.4x"]),
-    "a link that takes all of the step": ([at((21, 11), link=100.0)], "perf_model", ["communication.*20.0x"]),
-    "a link that is compressed": ([replace(at((21, 11), link=0.1), density=0.01)], "perf_model", []),
-    "a link compressed since": (
-        [at((21, 11), link=0.1), replace(at((21, 11), link=0.1), density=0.01)],
-        "perf_model",
-        [],
-    ),
-    "a loader": ([at((21, 11), data=(0.0, 0.05))], "perf_model", ["rank 1 .*4.%.*num_workers"]),
-    "a worker that costs time": ([at((29, 18, 1), [*NODES, SLOW])], "perf_model", ["rank 2 .*without it"]),
-    "workers that cost time": (
-        [at((20, 20, 1, 1, 1, 1, 1), [*NODES, *[(0.0, x, 0.0, 0.1) for x in (0.2, 0.4, 0.2, 0.2, 0.2)]])],
-        "perf_model",
-        ["rank 3 .*without it"],
-    ),
-    "memory": ([replace(at(), max_local=(16, 100))], "perf_model", ["rank 0 .*memory"]),
-    "memory of two": (
-        [at((4, 6, 16, 16), BOUND, max_local=(4, 6, 100, 100))],
-        "perf_model",
-        ["rank 0 .*memory", "rank 1 .*memory"],
-    ),
+THIN = at((21, 11), link=0.1)
+COSTLY = [*NODES, *[(0.0, x, 0.0, 0.1) for x in (0.2, 0.4, 0.2, 0.2, 0.2)]]
+ADVICE = {  # and the patterns of all that is said, in order
+    "balanced": ([at((21, 11))], ""),
+    "a link that makes steps wait": ([THIN], "communication.*59%.*2.4x"),
+    "a link that takes all of the step": ([at((21, 11), link=100.0)], "communication.*20.0x"),
+    "a link that is compressed since": ([THIN, replace(THIN, density=0.01)], ""),
+    "a loader": ([at((21, 11), data=(0.0, 0.05))], "rank 1 .*4.%.*num_workers"),
+    "a worker that costs time": ([at((29, 18, 1), [*NODES, SLOW])], "rank 2 .*without it"),
+    "of several, the one that costs most": ([at((20, 20, 1, 1, 1, 1, 1), COSTLY)], "rank 3 .*without it"),
+    "memory": ([at(max_local=(16, 100))], "rank 0 .*memory"),
+    "memory of two": ([at((6, 4, 16, 16), BOUND, max_local=(6, 4, 100, 100))], "rank 1 .*memory;rank 0 .*memory"),
     "no more than three": (
         [at((4, 4, 4, 4, 16, 16), [NODES[0]] * 4 + BOUND[2:], max_local=(4,) * 4 + (100,) * 2)],
-        "perf_model",
-        ["rank 0 .*memory", "rank 1 .*memory", "rank 2 .*memory"],
+        "rank 0 .*memory;rank 1 .*memory;rank 2 .*memory",
     ),
-    "a policy that keeps the split": ([at()], "even", ["even policy.*optimum"]),
-    "a fixed split": ([at()], "fixed", ["fixed policy.*optimum"]),
-    "a policy that does not": ([at()], "perf_model", []),
-    "the optimum all the same": ([at((21, 11))], "static", []),
-    "a share of nothing": ([replace(at((31, 1)), step_time=0.001)], "even", ["communication", "even policy.*9900%"]),
-    "short steps": ([at((21, 11), SHORT, link=1e-4)], "perf_model", ["rank 1 .*without it", "4.42 ms.*hetero_elastic"]),
-    "short steps in which nobody waits": ([at(nodes=[SHORT[0]] * 2, link=0.0)], "perf_model", []),
+    "even": ([at()], "even policy.*optimum"),
+    "fixed": ([at()], "fixed policy.*optimum"),
+    "perf_model": ([at()], ""),
+    "static": ([at((21, 11))], ""),
+    "short steps": ([at((21, 11), SHORT, link=1e-4)], "rank 1 .*without it;4.42 ms.*hetero_elastic"),
+    "short steps in which nobody waits": ([at(nodes=[SHORT[0]] * 2, link=0.0)], ""),
 }
 
 
 @pytest.mark.parametrize("name", ADVICE)
 def test_each_advice_stands_where_its_figure_says_so(name):
-    rounds, policy, expected = ADVICE[name]
+    rounds, expected = ADVICE[name]
+    policy = name if name in ("even", "fixed", "static") else "perf_model"
     found = advice(figures(*rounds, policy=policy))
-    assert len(found) == len(expected)
-    assert all(re.search(pattern, text) for pattern, text in zip(expected, found, strict=True)), found
+    patterns = expected.split(";") if expected else []
+    assert len(found) == len(patterns)
+    assert all(re.search(pattern, text) for pattern, text in zip(patterns, found, strict=True)), found
 
 
 def test_the_summary_says_what_was_decided_what_is_missing_and_how_it_ended():
     run = a_run()
     text = summary_of(run).text()
-    for words in (
-        "1 change of the plan",
-        "optimum: runs already",
-        "1 straggler, 0.1 s",
-        "rank 1 (data)",
-        "epoch 0 step 20",
-    ):
+    for words in ("1 change of", "optimum: runs already", "1 straggler, 0.1 s", "rank 1 (data)", "epoch 0 step 20"):
         assert words in text
     (step,) = [line for line in summary_of(run).lines if line.startswith("step:")]
     found = RunFigures(run)
