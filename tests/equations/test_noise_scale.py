@@ -254,22 +254,6 @@ def test_estimates_over_a_window_are_those_of_its_equations_and_unbiased(sizes, 
         assert total.shape == (2, 3)
 
 
-@pytest.mark.parametrize("phi", [0.3, 3.0, 30.0, math.inf])
-def test_first_micro_batches_make_the_variance_smaller_and_count_little_where_the_signal_is_strong(phi):
-    """Exact variances, in units of ``G' Sigma G = phi`` and so on; a wrong guess of the noise scale costs little."""
-    sizes = ((6, 2),) * 4
-    w = np.array(sizes) / 8 / 4
-    rows = np.reshape([x for i in range(2) for own in [2 * w * (np.arange(2) == i)]
-                       for x in (own * (np.arange(4)[:, None] == 0), own, w)], (6, -1))  # fmt: skip
-    plain, nested = (
-        np.array(window_estimator(sizes, nested=one, noise_scale=phi).parts)[:, 0].ravel() for one in (False, True)
-    )
-    each = np.array(sizes, float).ravel()
-    assert variance(nested, rows, each, signal=0.05) < 0.9 * variance(plain, rows, each, signal=0.05)
-    calm, weak = (np.array(window_estimator(((64, 32),) * 2, nested=n, noise_scale=0.03).parts) for n in (True, False))
-    assert np.abs(calm - weak).max() < 0.05 * np.abs(weak).max()
-
-
 @every_method
 @pytest.mark.parametrize("sizes", [(2, 6), (16, 4, 2, 2), (1, 1, 1, 125), (8, 0, 4)], ids=str)
 def test_windows_of_equal_micro_batches_are_the_plain_estimators(sizes, method):
