@@ -256,8 +256,9 @@ def test_the_summary_says_what_was_decided_what_is_missing_and_how_it_ended():
     assert "ended early" not in text
     failed = replace(run, end=EndRecord(1.0, 0, 3, 3, "RuntimeError: boom"))
     assert "RuntimeError: boom" in summary_of(failed).lines[-1]
-    link = tuple(replace(one, rank=-1) for one in run.stragglers)
-    assert "most by the link" in summary_of(replace(run, stragglers=link)).text()
+    for rank, who in ((-1, "the link"), (0, "rank 0 (data)")):
+        lines = tuple(replace(one, rank=rank) for one in run.stragglers)
+        assert f"most by {who}" in summary_of(replace(run, stragglers=lines)).text()
     seen = sum(one.count for one in run.rounds)
     for more in (0, 1, 40):
         ended = replace(run, end=EndRecord(1.0, 0, 3, seen + more))
