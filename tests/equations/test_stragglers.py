@@ -121,7 +121,7 @@ SCENES = {
     "steps that scatter widely": "2x .1 .1 .1 | .1 .1 .1 ~ .1 .1 .2",
     "a suspicious round does not teach": "10x .1 .1 .1 | .1 .1 .104 | .1 .1 .1057 -> 2 forward",
     "a suspicious level that lasts is learned": "10x .1 .1 .1 | 12x .1 .1 .104 | .1 .1 .1085",
-    "steps that scatter, far enough": "10x .1 .1 .1 | .1 .1 .19 ~ .1 .1 .21 -> 2 forward",
+    "steps that scatter, far enough": "10x .1 .1 .1 | .1 .1 .185 ~ .1 .1 .215 -> 2 forward",
     "a link that scatters, far enough": "10x .01 .01 link=.1 | .01 .01 link=.18 ~ .01 .01 link=.22 -> -1 link",
     "all-reduces limit the step": "2x backward=.1,.1,.1 overlapped=.3 | 2x backward=.1,.1,.15 overlapped=.3"
     " | backward=.1,.1,.6 overlapped=.3 -> 2 backward",
