@@ -77,6 +77,7 @@ LASTING = "2x .1 .1 .3 | .1 .1 .3 -> 2 forward"
 FEW = "2x .01 .01 .01 | .01 .01 .05 -> 2 forward"
 LINKED = "2x .1 .1 link=.01 | .1 .1 link=.06 -> -1 link"
 HALF = "@10,10,4"
+SCATTER = " | ".join([".1 .1 .102 | .1 .1 .098"] * 10)
 SCENES = {
     "it recovers": f"{SLOW} | .1 .1 .2 | .1 .1 .1 -> 2 forward recovered",
     "its share falls": f"{SLOW} | .12 .12 .12 @9,9,6 -> 2 forward split | 2x .12 .12 .12 @9,9,6",
@@ -123,6 +124,8 @@ SCENES = {
     "a suspicious level that lasts is learned": "10x .1 .1 .1 | 12x .1 .1 .104 | .1 .1 .1085",
     "steps that scatter, far enough": "10x .1 .1 .1 | .1 .1 .185 ~ .1 .1 .215 -> 2 forward",
     "a link that scatters, far enough": "10x .01 .01 link=.1 | .01 .01 link=.18 ~ .01 .01 link=.22 -> -1 link",
+    "rounds that scatter widen what is usual": f"{SCATTER} | .1 .1 .107",
+    "and no more than they scatter": f"{SCATTER} | .1 .1 .115 -> 2 forward",
     "all-reduces limit the step": "2x backward=.1,.1,.1 overlapped=.3 | 2x backward=.1,.1,.15 overlapped=.3"
     " | backward=.1,.1,.6 overlapped=.3 -> 2 backward",
     "a short backward pass hides less": "2x backward=.1,.01 overlapped=.05 last=.001"
