@@ -1,0 +1,354 @@
+"""Gradient noise scale from unequal batches (C eq. 10-11, corrected), over windows of micro-batches, and its average.
+
+Estimates are linear in squared norms, so that their means and variances under Gaussian gradients are exact sums.
+"""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.core.metrics import noise_metrics
+from lightning_hetero.core.noise.accumulation import WindowEstimator, window_estimator
+from lightning_hetero.core.noise.estimators import (
+    METHODS,
+    NoiseScaleEstimate,
+    estimate_from_local_norms,
+    estimate_from_two_sizes,
+    estimate_noise_scale,
+    local_estimates,
+)
+from lightning_hetero.core.noise.running import RunningNoiseScale
+
+seeds = st.integers(0, 2**32 - 1)
+batches = st.lists(st.integers(1, 200), min_size=2, max_size=6)
+every_method = pytest.mark.parametrize("method", METHODS)
+
+
+def coefficients(estimate, count):
+    """Factors of the norms in ``|G|^2`` and ``tr(Sigma)``, shape ``(2, count)``."""
+    made = [estimate(unit) for unit in np.eye(count)]
+    return np.array([(one.grad_sq_norm, one.trace) for one in made]).T
+
+
+def of_step(sizes, method="pooled"):
+    return coefficients(lambda u: estimate_noise_scale(u[:-1], u[-1], sizes, method=method), len(sizes) + 1)
+
+
+def mean(factors, rows, b):
+    """``(of |G|^2, of tr(Sigma))`` in ``E sum_k factors_k |sum_j rows_kj g_j|^2``."""
+    return factors @ np.sum(rows, axis=1) ** 2, factors @ (np.square(rows) @ (1 / b))
+
+
+def variance(factors, rows, b, signal=1.3, noise=2.0):
+    """Variance of ``sum_k factors_k |sum_j rows_kj g_j|^2``; of ``G' Sigma G`` and ``tr(Sigma^2)``."""
+    form = np.einsum("k,ki,kj->ij", factors, rows, rows)
+    return 2 * noise * (form**2 / np.outer(b, b)).sum() + 4 * signal * (form.sum(axis=1) ** 2 / b).sum()
+
+
+def rows_of(b):
+    return np.vstack([np.eye(len(b)), b / b.sum()])
+
+
+# one step
+
+
+@given(batches, st.sampled_from(sorted(METHODS)), seeds)
+def test_estimates_of_a_step_are_unbiased_and_pooled_ones_have_the_least_variance(sizes, method, seed):
+    b, rng = np.array(sizes, float), np.random.default_rng(seed)
+    n, total, rows = len(b), b.sum(), rows_of(b)
+    signal, trace = of_step(sizes, method)
+    assert mean(signal, rows, b) == pytest.approx((1, 0), abs=1e-6)
+    assert mean(trace, rows, b) == pytest.approx((0, 1), abs=1e-6)
+    best_signal, best_trace = of_step(sizes)
+    assert variance(best_trace, rows, b) == pytest.approx(2 * 2.0 / (n - 1)), "2 tr(Sigma^2) / (n - 1)"
+    stated = 4 * 1.3 / total + 2 * 2.0 * n / ((n - 1) * total**2)
+    assert variance(best_signal, rows, b) == pytest.approx(stated)
+    off = rng.standard_normal(n)
+    weights = (total - b) / ((n - 1) * total) + off - off.mean()
+    other = np.append(weights * b * total / (total - b), -(weights * b * total / (total - b)).sum())
+    for found, best in ((signal, best_signal), (trace, best_trace), (other, best_trace)):
+        assert variance(best, rows, b) <= variance(found, rows, b) * (1 + 1e-9)
+
+
+def printed_weights(b):
+    """Theorem 4.1 of the paper, entry by entry."""
+    n, B = len(b), sum(b)
+    A_G, A_S = np.zeros((n, n)), np.zeros((n, n))
+    for i in range(n):
+        for j in range(n):
+            if i == j:
+                A_G[i, i], A_S[i, i] = (B + 2 * b[i]) / (B**2 - B * b[i]), B * b[i] / (B - b[i])
+            else:
+                A_G[i, j] = (B**2 - b[i] ** 2 - b[j] ** 2) / (B * (B - b[i]) * (B - b[j]))
+                A_S[i, j] = b[i] * b[j] * (B - b[i] - b[j]) / ((B - b[i]) * (B - b[j]))
+    return [np.ones(n) @ np.linalg.pinv(A) / (np.ones(n) @ np.linalg.pinv(A) @ np.ones(n)) for A in (A_G, A_S)]
+
+
+WEIGHTS = {
+    "pooled": lambda b: [(sum(b) - b) / ((len(b) - 1) * sum(b))] * 2,
+    "mean": lambda b: [np.full(len(b), 1 / len(b))] * 2,
+    "cannikin": printed_weights,
+}
+
+
+@given(batches, seeds, st.sampled_from(sorted(METHODS)))
+def test_a_step_is_the_weighted_mean_of_equation_10(sizes, seed, method):
+    rng, b, B = np.random.default_rng(seed), np.array(sizes, float), sum(sizes)
+    *local, whole = rng.uniform(0.1, 5.0, len(sizes) + 1)
+    G = [(B * whole - b_i * g_i) / (B - b_i) for b_i, g_i in zip(b, local, strict=True)]
+    S = [b_i * B / (B - b_i) * (g_i - whole) for b_i, g_i in zip(b, local, strict=True)]
+    np.testing.assert_allclose(local_estimates(local, whole, sizes), (G, S))
+    w_G, w_S = WEIGHTS[method](b)
+    found = estimate_noise_scale(local, whole, sizes, method=method)
+    scale = np.abs(w_G) @ np.abs(G), np.abs(w_S) @ np.abs(S)
+    assert found.grad_sq_norm == pytest.approx(w_G @ G, abs=1e-6 * scale[0])
+    assert found.trace == pytest.approx(w_S @ S, abs=1e-6 * scale[1])
+    if method == "pooled":
+        trace = (b @ local - B * whole) / (len(b) - 1)
+        assert (found.trace, found.grad_sq_norm) == pytest.approx((trace, whole - trace / B))
+    where = int(rng.integers(0, len(sizes) + 1))
+    without = estimate_noise_scale(np.insert(local, where, math.nan), whole, np.insert(b, where, 0), method=method)
+    assert without == found, "workers without samples are left out"
+    assert METHODS.keys() == WEIGHTS.keys(), "the weights of a new method, please"
+
+
+def test_printed_weights_are_negative_where_the_best_are_not():
+    sizes = np.array([16.0, 4, 2, 2])
+    assert METHODS["cannikin"](sizes)[0].min() < 0 < METHODS["pooled"](sizes)[0].min()
+
+
+@given(batches, st.integers(1, 100), st.integers(1, 100))
+def test_two_sizes_and_local_norms_alone_are_unbiased(sizes, small, more):
+    found = coefficients(lambda u: estimate_from_two_sizes(u[0], small, u[1], small + more), 2)
+    big = np.array([1 / small + 0, 1 / (small + more)])
+    for factors, expected in zip(found, ((1, 0), (0, 1)), strict=True):
+        assert (factors.sum(), factors @ big) == pytest.approx(expected, abs=1e-6)
+    b = np.array([*sizes, max(sizes) + 1], float)
+    signal, trace = coefficients(lambda u: estimate_from_local_norms(u, b), len(b))
+    assert mean(signal, np.eye(len(b)), b) == pytest.approx((1, 0), abs=1e-6)
+    assert mean(trace, np.eye(len(b)), b) == pytest.approx((0, 1), abs=1e-6)
+    local = np.linspace(2.0, 5.0, len(b)) ** 2
+    slope, intercept = np.polyfit(1 / b, local, 1, w=b)  # it takes roots of weights
+    assert (trace @ local, signal @ local) == pytest.approx((slope, intercept), rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("trace", "signal", "expected"),
+    [
+        (6, 3, 2),
+        (0, 1, 0),
+        (1, 0, math.inf),
+        (1, -2, math.inf),
+        *((*x, math.nan) for x in ((0, 0), (-1, -1), (1, math.nan))),
+    ],
+)
+def test_the_ratio_of_what_is_not_known_is_not_known(trace, signal, expected):
+    assert NoiseScaleEstimate(signal, trace).noise_scale == pytest.approx(expected, nan_ok=True)
+    biased = estimate_from_two_sizes(2.0, 4, 1.5, 8, biased=True)
+    assert biased == NoiseScaleEstimate(1.0, 4.0, True) != estimate_from_two_sizes(2.0, 4, 1.5, 8)
+
+
+step = {"trace": 1, "global_sq_norm": 1, "total_batch_size": 8}
+HOSTILE = {
+    "one worker": (estimate_noise_scale, ([1.0], 1.0, [8]), "worker"),
+    "one worker with samples": (estimate_noise_scale, ([1.0, 0.0], 1.0, [8, 0]), "worker"),
+    "one size too few": (estimate_noise_scale, ([1.0, 2.0], 1.0, [8]), "batch size"),
+    "two dimensions": (estimate_noise_scale, ([[1.0, 2.0]], 1.0, [[8, 8]]), "shapes"),
+    "negative": (estimate_noise_scale, ([1.0, 2.0], 1.0, [8, -8]), "local_batch_sizes"),
+    "not a number": (estimate_noise_scale, ([1.0, 2.0], 1.0, [8, math.nan]), "local_batch_sizes"),
+    "the bigger is not": (estimate_from_two_sizes, (1.0, 8, 1.0, 8), "big_batch"),
+    "nothing in the smaller": (estimate_from_two_sizes, (1.0, 0, 1.0, 8), "small_batch"),
+    "equal batches": (estimate_from_local_norms, ([1.0, 1.0, 1.0], [4, 4, 0]), "equal batches"),
+    "one local norm": (estimate_from_local_norms, ([1.0], [4]), "worker"),
+    "method": (lambda: estimate_noise_scale([1.0, 2.0], 1.0, [8, 8], method="best"), (), "method"),
+    "horizon": (lambda: RunningNoiseScale(horizon=0), (), "horizon"),
+    "total": (lambda: RunningNoiseScale().update(**{**step, "total_batch_size": 0}), (), "total_batch_size"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_cannot_be_estimated_is_refused(name):
+    call, args, says = HOSTILE[name]
+    with pytest.raises(ValueError, match=says):
+        call(*args)
+
+
+# windows of micro-batches
+
+
+def by_equations(b, norms, divisor=None, summed=False, nested=False, exact=True, phi=math.inf):
+    """``(S, Q, samples)`` from the norms ``(first, local, whole)``, rank by rank; ``None`` for what tells nothing."""
+    ranks = b.shape[1]
+    w = b / (ranks if summed else b.sum(axis=1, keepdims=True)) / (divisor or len(b))
+    C, V = w.sum(axis=0), np.divide(w**2, b, out=np.zeros_like(b), where=b > 0).sum(axis=0)
+    total, taken = C.sum() ** 2 / V.sum(), [i for i in range(ranks) if C[i] > 0]
+    m = {i: C[i] ** 2 / V[i] for i in taken}  # samples as which a worker's share counts
+    local, whole = {i: norms[1][i] / (ranks * C[i]) ** 2 for i in taken}, norms[2] / C.sum() ** 2
+    if not exact:
+        if len(set(m.values())) < 2:
+            return None
+        found = estimate_from_local_norms([local[i] for i in taken], [m[i] for i in taken])
+        return found.trace, found.grad_sq_norm + found.trace / total, total
+    B, n, freedom, S = sum(m.values()), len(taken), 0.0, 0.0
+    if n > 1:
+        kept = sum(m[i] * (1 / m[i] - 1 / total) for i in taken) / (n - 1)
+        if kept < 0.5:
+            return None
+        freedom, S = n - 1.0, sum(m[i] * (local[i] - whole) for i in taken) / (n - 1) / kept
+    assert B > 0
+    if nested and len(b) > 1:
+        kinds = [(freedom, S)] * (n > 1)
+        for i in taken:
+            if b[0, i] > 0 and m[i] > b[0, i] * (1 + 1e-9):
+                apart = 1 / b[0, i] - 1 / m[i]
+                estimate = (norms[0][i] / (ranks * w[0, i]) ** 2 - local[i]) / apart
+                kinds.append((apart / (1 / b[0, i] + 1 / m[i] + 2 / phi), estimate))
+        freedom = sum(k for k, _ in kinds)
+        S = sum(k * s for k, s in kinds) / freedom if kinds else 0.0
+    return (S, whole, total) if freedom else None
+
+
+windows = st.integers(1, 4).flatmap(
+    lambda n: st.lists(st.lists(st.integers(0, 9), min_size=n, max_size=n), min_size=1, max_size=4).filter(
+        lambda rows: all(map(sum, rows))
+    )
+)
+hows = st.fixed_dictionaries(
+    {"divisor": st.sampled_from([None, 5]), "summed": st.booleans(), "nested": st.booleans(), "exact": st.booleans()}
+)
+
+
+@given(windows, hows, st.floats(0.1, 1e3), seeds)
+def test_estimates_over_a_window_are_those_of_its_equations_and_unbiased(sizes, how, phi, seed):
+    b = np.array(sizes, float)
+    count, ranks = b.shape
+    found = window_estimator(tuple(map(tuple, sizes)), noise_scale=phi, **how)
+    drawn = np.random.default_rng(seed).uniform(0.5, 2.0, (2, ranks))
+    expected = by_equations(b, (*drawn, 1.5), phi=phi, **how)
+    assert (found is None) == (expected is None)
+    if found is None:
+        return
+    parts = np.array(found.parts)
+    trace, square = np.einsum("irk,ki->r", parts, [*drawn, np.full(ranks, 1.5)])
+    scale = np.abs(parts[:, 0]).sum()
+    assert (trace, square, found.samples) == pytest.approx(expected, rel=1e-6, abs=1e-6 * scale)
+    w = b / (ranks if how["summed"] else b.sum(axis=1, keepdims=True)) / (how["divisor"] or count)
+    rows = []  # |first_i|^2, |local_i|^2, |g|^2 of each rank, by the mean gradients of all its micro-batches
+    for i in range(ranks):
+        own = ranks * w * (np.arange(ranks) == i)
+        rows += [own * (np.arange(count)[:, None] == 0), own, w]
+    rows, each = np.reshape(rows, (3 * ranks, -1)), np.where(b > 0, b, np.inf).ravel()
+    assert mean(parts[:, 0].ravel(), rows, each) == pytest.approx((0, 1), abs=1e-6)
+    assert mean(parts[:, 1].ravel(), rows, each) == pytest.approx((1, 1 / found.samples), abs=1e-6)
+    for divided in (False, True):  # ranks that know all of |g|^2, or a part of it
+        total = np.sum([found.part(i, divided=divided) for i in range(ranks)], axis=0)
+        whole = 1.5 / ranks if divided else 1.5
+        with_parts = np.einsum(
+            "irk,ki->r", [found.part(i, divided=divided) for i in range(ranks)], [*drawn, [whole] * ranks]
+        )
+        assert with_parts == pytest.approx((trace, square), rel=1e-6, abs=1e-6 * scale)
+        assert total.shape == (2, 3)
+
+
+@every_method
+@pytest.mark.parametrize("sizes", [(2, 6), (16, 4, 2, 2), (1, 1, 1, 125), (8, 0, 4)], ids=str)
+def test_windows_of_equal_micro_batches_are_the_plain_estimators(sizes, method):
+    total, n, local, whole = sum(sizes), len(sizes), np.linspace(2.0, 5.0, len(sizes)), 1.5
+    for count, divisor in ((1, None), (3, None), (2, 4)):
+        cut = (count / (divisor or count)) ** 2
+        found = window_estimator((sizes,) * count, divisor=divisor, method=method)
+        weighted = local * (n * np.array(sizes) / total) ** 2 * cut
+        trace, square = np.einsum("irk,ki->r", found.parts, [0 * local, weighted, np.full(n, whole * cut)])
+        expected = estimate_noise_scale(local, whole, [count * b for b in sizes], method=method)
+        assert (found.samples, trace) == pytest.approx((count * total, expected.trace))
+        assert square - trace / found.samples == pytest.approx(expected.grad_sq_norm)
+    several = window_estimator((sizes,) * 3, method=method, nested=True)
+    assert (several == window_estimator((sizes,) * 3, method=method)) == (method != "pooled")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "how"),
+    [
+        (((4,),), {"nested": True}),
+        (((7,), (2,)), {"nested": True}),  # the mean of both is noisier than the first
+        (((4, 0),), {}),
+        (((100, 0), (0, 2)), {}),
+        (((60, 2), (1, 4)), {}),  # less than half of the degree of freedom is kept
+        (((4, 4),), {"exact": False}),
+    ],
+)
+def test_windows_that_tell_nothing_are_left_out(sizes, how):
+    assert window_estimator(sizes, **how) is None
+    with np.errstate(invalid="ignore"):
+        assert window_estimator(((0, 0),)) is None
+    assert WindowEstimator((((0.0, 4.0, -4.0), (0.0, 0.0, 0.5)),) * 2, 8.0) == window_estimator(((4, 4),))
+
+
+# the running average
+
+
+def run(values, total, running=None, **settings):
+    running = RunningNoiseScale(**settings) if running is None else running
+    for trace, square in values:
+        running = running.update(trace=trace, global_sq_norm=square, total_batch_size=total)
+    return running
+
+
+@given(seeds, st.floats(50, 1e5))
+def test_trace_and_norm_are_averaged_by_samples_before_they_are_put_in_relation(seed, horizon):
+    rng, running, seen = np.random.default_rng(seed), RunningNoiseScale(horizon=horizon), []
+    skipped = 0
+    for _ in range(int(rng.integers(1, 40))):
+        trace, square, total = 4 + rng.normal(), 2 + 0.3 * rng.normal(), float(rng.integers(4, 64))
+        steps = int(rng.choice([1, 3]))
+        bad = rng.choice([math.nan, math.inf, -math.inf, 0.0], p=[0.05, 0.03, 0.02, 0.9])
+        if rng.random() < 0.5:
+            trace += bad
+        else:
+            square += bad
+        running = running.update(trace=trace, global_sq_norm=square, total_batch_size=total, steps=steps)
+        if bad == 0.0:
+            seen.append((trace, square, 1 / total, steps * total))
+        skipped += steps * (bad != 0.0)
+    assert running.skipped == skipped
+    if not seen:
+        assert all(map(math.isnan, noise_metrics(running).values()))
+        return
+    s, square, inverse, samples = np.array(seen).T
+    later = np.append(np.cumsum(samples[::-1])[::-1][1:], 0.0)
+    weight = (1 - np.exp(-samples / horizon)) * np.exp(-later / horizon)
+    weight, count = weight / weight.sum(), weight.sum() ** 2 / (weight**2).sum()
+    trace = weight @ s
+    signal = max(weight @ square - trace * (weight @ inverse), 0.0)
+    assert (running.trace, running.grad_sq_norm, running.samples) == pytest.approx((trace, signal, samples.sum()))
+    assert noise_metrics(running)["hetero/noise_scale"] == running.noise_scale == pytest.approx(trace / signal)
+    slope = np.array([1 / trace + (weight @ inverse) / signal, -1 / signal])  # of ln(trace / signal)
+    spread = slope @ np.cov(s, square, ddof=0, aweights=weight) @ slope if len(seen) > 1 else 0.0
+    error = math.sqrt(max(spread, 0.0) / count) if count >= 8 else math.inf
+    assert running.relative_error == pytest.approx(error, rel=1e-3, abs=1e-6)
+    assert RunningNoiseScale.from_state_dict(json.loads(json.dumps(running.state_dict()))) == running
+
+
+def test_estimates_below_zero_are_raised_to_zero():
+    cases = {(-1.0, 1.0): (0.0, 1.0, 0.0), (80.0, 1.0): (80.0, 0.0, math.inf), (0.0, 0.0): (0.0, 0.0, math.nan)}
+    for values, expected in cases.items():
+        found = run([values] * 9, 8)
+        assert tuple(noise_metrics(found).values()) == pytest.approx((expected[2], *expected[1::-1]), nan_ok=True)
+        assert found.relative_error == math.inf
+
+
+def test_two_parts_of_a_run_are_merged_by_their_weights():
+    one, other = run([(4.0, 1.5)] * 5, 8, horizon=100), run([(10.0, 3.0), (math.nan, 1.0)], 32, horizon=900)
+    both, w = one.merge(other), np.array([one.weight, other.weight])
+    assert both.trace == pytest.approx(w @ [4.0, 10.0] / w.sum())
+    assert both.grad_sq_norm == pytest.approx(w @ [1.5, 3.0] / w.sum() - both.trace * (w @ [1 / 8, 1 / 32]) / w.sum())
+    assert (both.samples, both.skipped, both.horizon) == (72, 1, 100)
+    back = other.merge(one).state_dict() | {"horizon": 100}
+    assert back == pytest.approx(both.state_dict())
+    flagged = one.update(**{**step, "biased": True})
+    assert (flagged.biased, run([(1.0, 1.0)], 4, flagged).biased, other.merge(flagged).biased) == (True, True, True)
+    assert not both.biased
