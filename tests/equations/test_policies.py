@@ -1,15 +1,18 @@
 """What every policy of the table promises, and what a decision may be: checked for each line of ``POLICIES``."""
 
 import json
+import math
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.batching.control_settings import ControlSettings
+from lightning_hetero.core.batching.goodput import TotalSettings
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.link.bandwidth import LinkEstimate
 from lightning_hetero.core.link.message_link import MessageLink
@@ -27,7 +30,9 @@ from lightning_hetero.core.policies.base import (
     moves_total,
 )
 from lightning_hetero.core.policies.round_decision import decide_round
+from lightning_hetero.core.policies.split_rule import RuleSettings
 from lightning_hetero.core.policies.static import StaticPlanner
+from lightning_hetero.core.policies.time_to_accuracy import DensitySettings
 from tests.equations.clusters import (
     CLUSTER,
     FAST,
@@ -95,6 +100,25 @@ def test_the_table_imports_no_planner():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     there = {module.removeprefix("lightning_hetero.core.policies.") for module in done.stdout.split()}
     assert not [name for name, entry in POLICIES.items() if entry.planner and entry.planner.split(".")[0] in there]
+
+
+OUT_OF_RANGE = [
+    (ControlSettings, {"min_steps": 2.5, "min_throughput_change": 1.1, "gain_growth": 0.9, "min_gain": 1.1}),
+    (ControlSettings, {"first_bound_lifetime": 0, "finishing_dead_band": 1.1, "gain_recovery": 0.9}),
+    (ControlSettings, {"gain_after_reversal": 0.0, "bound_lifetime_growth": 0, "longest_bound_lifetime": 0}),
+    (DensitySettings, {"stale_headroom": 0.9, "densities_per_decade": 0, "min_relative_gain": 1.1, "max_growth": 1.0}),
+    (TotalSettings, {"max_growth": 1.0, "probe_factor": 1.0, "max_certain_growth": 1.9, "max_probe_waste": 1.1}),
+    (TotalSettings, {"noise_scale_errors": 0.0}),
+    (RuleSettings, {"young": 0.0, "noisy": 0.0, "least_horizon": 7.9}),
+]
+
+
+@pytest.mark.parametrize(("settings", "wrong"), OUT_OF_RANGE)
+def test_a_setting_out_of_its_range_is_refused_by_name(settings, wrong):
+    numbers = [field.name for field in fields(settings) if isinstance(field.default, int | float)]
+    for name, value in [*wrong.items(), *((name, value) for name in numbers for value in (-0.1, math.nan))]:
+        with pytest.raises((ValueError, TypeError), match=name):
+            settings(**{name: value})
 
 
 # promises of all
