@@ -10,7 +10,13 @@ from lightning_hetero.core.timing.prediction import StepPrediction
 from lightning_hetero.core.timing.residual_time import Residual
 from lightning_hetero.core.timing.step_time import ClusterTimeModel
 from lightning_hetero.core.timing.times import ESTIMATOR_DEFAULTS, EstimatorSettings, Times
-from tests.core.policies.simulated import CLUSTER, context, measure, saving
+from tests.equations.clusters import CLUSTER, context, measure
+
+
+def saving(planner, cluster, times, plan, running, ctx):
+    """Share of a step that a plan saves in expectation, and the share that it loses to what is not known."""
+    here = np.array(running.local_batch_sizes) * (ctx.total_batch_size / running.total_batch_size)
+    return planner._prediction(times, ctx).saving(cluster, plan.local_batch_sizes, here)
 
 
 def test_what_is_not_known_is_what_a_step_may_lose_to_it():
