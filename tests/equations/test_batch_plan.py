@@ -211,12 +211,6 @@ def test_the_tail_is_split_in_proportion_with_no_crumbs(units, multiple, data):
         assert shares == proportional_sizes(remaining, sizes)
 
 
-def test_the_remainder_of_a_tail_goes_where_there_is_room():
-    assert tail_sizes(7, (6, 4, 4), multiple=2) == (3, 2, 2)
-    assert tail_sizes(5, (30, 10, 10), min_local=2) == (5, 0, 0)
-    assert tail_sizes(13, (8, 8), multiple=4) == (8, 5)
-
-
 @given(
     st.lists(st.integers(1, 6), min_size=1, max_size=3), st.lists(st.integers(0, 9), min_size=2, max_size=5), st.data()
 )

@@ -139,6 +139,18 @@ def test_messages_are_late_only_where_that_is_worth_its_price_and_after_less_was
     assert free.stale, "a profile's probe trainings had late gradients, so that they cost no more"
 
 
+def test_a_young_training_sends_less_by_and_by():
+    """What a cut holds back counts as a share of the steps so far; a profile knows it from its probes."""
+    old, young = (Training(planner(), density=0.1, step=step).run(20e6, 14) for step in (100_000, 0))
+    moves = [(8 * (n + 2), a, b) for n, (a, b) in enumerate(itertools.pairwise(young.densities)) if a != b]
+    assert len(changes([0.1, *old.densities])) == 1
+    assert len(moves) > 1
+    assert all(b < a and 1 / b - 1 / a < steps for steps, a, b in moves), moves
+    assert young.density > 2 * old.density
+    told = planner(profile=lambda density, total: -0.1 * np.log10(density))
+    assert Training(told, density=0.1, step=0).run(20e6, 3).density < 0.01
+
+
 def test_the_density_stays_within_its_bounds_and_growth_and_a_link_of_next_to_nothing_is_said():
     assert Training(planner(max_density=0.1), density=0.9).run(1e9, 3).density == 0.1
     assert Training(planner(min_density=0.05), density=0.001).run(1e5, 3).density == 0.05
@@ -158,13 +170,13 @@ MOVES = {"moves_batch": True, "max_total_batch_size": 1000, "min_steps": 8}
 
 
 def test_a_thin_link_asks_for_larger_totals_and_a_profile_says_what_totals_and_densities_cost():
-    thick, thin = (Training(planner(**MOVES, min_density=0.05), noise=NOISE).run(rate, 12) for rate in (1e9, 2e6))
+    thick, thin = (Training(planner(**MOVES, min_density=0.05), noise=NOISE).run(rate, 10) for rate in (1e9, 2e6))
     assert thin.plan.total_batch_size > 1.3 * thick.plan.total_batch_size > 40
-    assert len(changes(thin.totals[8:])) == 0
+    assert len(changes(thin.totals[7:])) == 0
     assert thin.decision.density.total_batch_size == thin.plan.total_batch_size
     rows = [(r, x, 0.5 * r + abs(math.log2(x / 80))) for r in (0, 0.5, 0.9, 0.99) for x in (16, 40, 80, 256)]
     penalty = ProfilePenalty(ConvergenceProfile(16, 256, 1.0, tuple(rows)))
-    best_at_80 = Training(planner(**{**MOVES, "max_total_batch_size": 256}, profile=penalty)).run(75e6, 12)
+    best_at_80 = Training(planner(**{**MOVES, "max_total_batch_size": 256}, profile=penalty)).run(75e6, 10)
     assert 70 <= best_at_80.plan.total_batch_size <= 110
     free = Training(planner(profile=lambda density, total: 0.0 * density)).run(10e6, 6)
     dear = Training(planner(profile=lambda density, total: -3 * np.log10(density))).run(75e6, 6)
