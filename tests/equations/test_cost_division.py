@@ -94,6 +94,9 @@ def test_cuts_in_figures():
     # half of the second worker's time is fixed: a batch of twice the cost does not double that
     weights = [CostWeights(THETAS["cost"], fixed) for fixed in ((), (0.0, 20.0))]
     assert [len(cut([2.0] * 60, [40, 20], one)[1]) for one in weights] == [20, 25]
+    # a single sample has to move
+    costs, sizes, weights = [6.0, 1.0, 4.0, 6.0, 4.0], [4, 3, 4], CostWeights(THETAS["cost"])
+    assert finish_times(costs, cut(costs, sizes, weights), sizes, weights).max() == pytest.approx(2.0)
     # bounds leave only exchanges
     costs = [1.0, 1.0, 2.0, 6.0, 7.0, 7.0]
     shares = cut(costs, [3, 3], CostWeights(THETAS["cost"]), low=[3, 3], high=[3, 3])

@@ -7,7 +7,9 @@ import pytest
 
 from lightning_hetero.core.batching.control_settings import ControlSettings
 from lightning_hetero.core.batching.integer_split import even_sizes, proportional_sizes
+from lightning_hetero.core.batching.learned_bound import LearnedBound
 from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.batching.proportional_control import ControllerState
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.proportional import ProportionalPlanner
 from tests.equations.clusters import context
@@ -201,6 +203,11 @@ def test_a_bound_lapses_when_its_cause_is_over_or_its_worker_another(speed):
     before = len(loop.changed)
     assert spread(other, loop.run(other, 15).sizes) <= 1.25
     assert len(loop.changed) - before <= 4
+
+
+def test_bounds_never_make_the_total_impossible():
+    both = ControllerState((50, 50), bounds=(LearnedBound(40, 500.0, lifetime=20),) * 2)
+    assert once((50, 50), (0.1, 0.3), ProportionalPlanner(state=both))[0] == (75, 25)
 
 
 @pytest.mark.parametrize("steps", [1, 3, 5])

@@ -53,6 +53,7 @@ CARDS = [  # name as the driver gives it, capability, multiprocessors, boost clo
     ("NVIDIA A100-PCIE-40GB", (8, 0), 108, 1.41, 312),
     ("NVIDIA RTX A6000", (8, 6), 84, 1.8, 154.8),
     ("NVIDIA L40S", (8, 9), 142, 2.52, 362),
+    ("NVIDIA GeForce RTX 2080 Ti", (7, 5), 68, 1.545, 53.8),
     ("NVIDIA GeForce RTX 3090", (8, 6), 82, 1.695, 71),
     ("NVIDIA GeForce RTX 5090", (12, 0), 170, 2.407, 209.5),
     ("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.83, 989),

@@ -213,7 +213,7 @@ def test_the_number_of_micro_batches_changes_only_when_an_epoch_begins():
     two, bounds = planner(initial_total=42, accumulation=2), {"max_local": (40, 40), "accumulation": 2}
     total, split, decision = decided(two, (14, 7), 0.0, **bounds)
     assert (decision.planner.accumulation, 10 <= sum(split) <= 11) == (2, True)
-    total, split, decision = decided(two, (14, 7), 0.0, epoch_begins=True, **bounds)
+    total, split, decision = decided(two, (14, 7), 0.0, epoch_begins=True, min_local=(10, 5), **bounds)
     assert (decision.planner.accumulation, total) == (1, 21)
     for most in (43, 61, 79):  # an odd total is no sum of two equal micro-batches
         known = planner(most, replace(WORKERS, t_u=0.5), min_total_batch_size=40, hysteresis=0.0)
