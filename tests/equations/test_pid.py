@@ -88,6 +88,16 @@ def test_all_sizes_change_or_none_by_the_dead_band():
     assert once((20, 20), (0.1, 0.3), ProportionalPlanner(dead_band=0.6))[0] == (20, 20)
 
 
+def test_compute_times_become_equal_within_the_dead_band_in_a_few_changes(seed):
+    rng = np.random.default_rng(seed)
+    for _ in range(4):
+        n = int(rng.integers(2, 7))
+        times = lines(rng.uniform(0.001, 0.02, n), rng.uniform(0, 0.05, n))
+        loop = Loop(even_sizes(400 * n, n)).run(times, 20)
+        assert spread(times, loop.sizes) <= 1.05 / 0.95 * (1 + 1 / min(loop.sizes)) ** 2
+        assert all(decision < 15 for decision in loop.changed)
+
+
 def test_noise_causes_no_oscillation_and_splits_no_equal_workers(seed):
     times = lines([0.001, 0.002, 0.004, 0.006], [0.01, 0.0, 0.02, 0.0])
     loop = Loop(even_sizes(512, 4), noise=0.03, seed=seed, steps=10).run(times, 50)
