@@ -91,7 +91,7 @@ def applied(root, diff):
 
 
 OWN_TESTS = {  # those that run for every line of a table, and the rules of the source
-    "a policy": ["tests/core/policies/test_base.py", "tests/core/policies/test_table.py", "tests/test_house.py"],
+    "a policy": ["tests/equations/test_policies.py", "tests/test_house.py"],
     "a compressor": [
         "tests/core/compression/test_settings.py",
         "lightning_hetero/core/compression",

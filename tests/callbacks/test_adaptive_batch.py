@@ -31,8 +31,8 @@ from lightning_hetero.core.policies.base import Decision, Proposal
 from lightning_hetero.core.policies.static import StaticPlanner
 from lightning_hetero.engine import parts, sync_rounds
 from lightning_hetero.optim import LearningRateMultiplier
-from tests.core.policies.test_goodput import context, seen
-from tests.core.policies.test_goodput import planner as learned
+from tests.equations.test_total_batch import context, seen
+from tests.equations.test_total_batch import planner as learned
 from tests.helpers import Points, RankError, Regressor, covered, fit, run_ranks
 
 pytestmark = pytest.mark.alone

@@ -1,4 +1,4 @@
-"""Simulated clusters of known speed, and the loop that a policy closes with them."""
+"""Simulated clusters of exactly known speed, and the loop that a policy closes with them."""
 
 from dataclasses import replace
 
@@ -12,14 +12,19 @@ from lightning_hetero.core.policies import POLICIES
 from lightning_hetero.core.policies.base import PlanContext
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
 
-FAST, MIDDLE, SLOW = (
-    NodeTimeModel(0.0004, 0.004, 0.0008, 0.003),
-    NodeTimeModel(0.0008, 0.008, 0.0016, 0.003),
-    NodeTimeModel(0.0020, 0.005, 0.0040, 0.006),
-)
-
-
+FAST = NodeTimeModel(0.0004, 0.004, 0.0008, 0.003)
+MIDDLE = NodeTimeModel(0.0008, 0.008, 0.0016, 0.003)
+SLOW = NodeTimeModel(0.0020, 0.005, 0.0040, 0.006)
 CLUSTER = ClusterTimeModel((FAST, MIDDLE, SLOW), gamma=0.2, t_o=0.02, t_u=0.004)
+
+NEEDED = {"max_total_batch_size": 4096}
+"""Settings without which a planner cannot be made, by the names in ``PolicyEntry.needs``."""
+
+
+def planner_of(name):
+    """The planner of a policy, with what it needs; ``None`` for a split that never changes."""
+    entry = POLICIES[name]
+    return entry.factory(**{need: NEEDED[need] for need in entry.needs if need in NEEDED})
 
 
 def context(total, workers, **changes):
@@ -27,10 +32,10 @@ def context(total, workers, **changes):
     return PlanContext(total, names, **{"min_local": (1,) * workers, "capacities": (1.0,) * workers, **changes})
 
 
-def saving(planner, cluster, times, plan, running, ctx):
-    """Share of a step that a plan saves in expectation, and the share that it loses to what is not known."""
-    here = np.array(running.local_batch_sizes) * (ctx.total_batch_size / running.total_batch_size)
-    return planner._prediction(times, ctx).saving(cluster, plan.local_batch_sizes, here)
+def line_workers(*seconds, fixed=0.0, **sync):
+    """Workers that take so many seconds for a sample, a third of them before the backward pass."""
+    nodes = tuple(NodeTimeModel(t / 3, fixed / 3, 2 * t / 3, 2 * fixed / 3) for t in seconds)
+    return ClusterTimeModel(nodes, **sync)
 
 
 def slowed(cluster, rank, factor):
@@ -39,23 +44,29 @@ def slowed(cluster, rank, factor):
     return replace(cluster, nodes=(*cluster.nodes[:rank], slow, *cluster.nodes[rank + 1 :]))
 
 
-def measure(cluster, sizes, rng, *, steps=10, noise=0.02):
-    """What the workers measure of ``steps`` steps; whoever is ready early waits inside its synchronisation."""
+def measure(cluster, sizes, rng, *, steps=10, noise=0.02, sent=0.0):
+    """What the workers measure of some steps; whoever is ready early waits inside its synchronization."""
     b = np.broadcast_to(np.asarray(sizes, dtype=float), (steps, len(sizes)))
     q, s, k, m = np.array([(n.q, n.s, n.k, n.m) for n in cluster.nodes]).T
-    forward = (q * b + s) * (1 + noise * rng.standard_normal(b.shape))
-    backward = (k * b + m) * (1 + noise * rng.standard_normal(b.shape))
-    first = cluster.gamma * backward * (1 + noise * rng.standard_normal(b.shape))
+    forward = (q * b + s) * np.maximum(1 + noise * rng.standard_normal(b.shape), 0.1)
+    backward = (k * b + m) * np.maximum(1 + noise * rng.standard_normal(b.shape), 0.1)
+    first = cluster.gamma * backward
     start, ready = forward + first, forward + backward
-    return StepObservations(
-        b,
-        forward,
-        backward,
-        first,
-        cluster.t_o + start.max(axis=1, keepdims=True) - start,
-        cluster.t_u + ready.max(axis=1, keepdims=True) - ready,
-        np.zeros_like(b),
-    )
+    begin = np.maximum(ready.max(axis=1), start.max(axis=1) + cluster.t_o)[:, None]
+    done = begin + cluster.t_u + sent
+    over = cluster.t_o + start.max(axis=1, keepdims=True) - start
+    last = cluster.t_u + sent + ready.max(axis=1, keepdims=True) - ready
+    return StepObservations(b, forward, backward, first, over, last, np.repeat(done, len(sizes), axis=1))
+
+
+def joined(*seen):
+    """The steps of several observations, one after the other."""
+    rows = [np.stack([getattr(one, name) for name in StepObservations.FIELDS], axis=2) for one in seen]
+    return StepObservations.from_array(np.concatenate(rows))
+
+
+def even_plan(context):
+    return BatchPlan(context.total_batch_size, even_sizes(context.total_batch_size, len(context.identities)))
 
 
 def drive(planner, cluster, plan, context, decisions, rng, **how):
@@ -64,15 +75,9 @@ def drive(planner, cluster, plan, context, decisions, rng, **how):
     for decision in range(decisions):
         planner, proposal = planner.decide(measure(cluster, plan.local_batch_sizes, rng, **how), plan, context)
         if proposal is not None:
-            assert proposal.reason
-            assert proposal.plan.total_batch_size == context.total_batch_size
             plan = proposal.plan
             changes.append(decision)
     return planner, plan, changes
-
-
-def even_plan(context):
-    return BatchPlan(context.total_batch_size, even_sizes(context.total_batch_size, len(context.identities)))
 
 
 def excess(cluster, plan):
@@ -89,7 +94,3 @@ def random_cluster(seed):
 
     nodes = tuple(node() for _ in range(rng.integers(2, 9)))
     return ClusterTimeModel(nodes, rng.uniform(0.05, 0.4), rng.uniform(0, 0.04), rng.uniform(0, 0.005))
-
-
-def learned(kind, ctx):
-    return drive(POLICIES[kind].factory(), CLUSTER, even_plan(ctx), ctx, 6, np.random.default_rng(0))[0]

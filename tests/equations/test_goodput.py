@@ -1,0 +1,162 @@
+"""Goodput of a total batch (C sec. 4.1 and 4.5): its formula, brute force over splits, what is kept of candidates."""
+
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.core.batching.goodput import (
+    Candidate,
+    candidate_totals,
+    choose_total,
+    efficiency,
+    in_equal_parts,
+    windows_of,
+)
+from lightning_hetero.core.batching.optperf import solve_optperf, solve_step_times
+from lightning_hetero.core.batching.optperf_cache import SolvedTotals, goodput_table
+from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
+
+FAST, SLOW = NodeTimeModel(0.001, 0.01, 0.002, 0.004), NodeTimeModel(0.003, 0.02, 0.005, 0.006)
+CLUSTER = ClusterTimeModel((FAST, SLOW), gamma=0.3, t_o=0.02, t_u=0.005)
+TOTALS = candidate_totals(8, 4096)
+WINDOWS = tuple((total, 1) for total in TOTALS)
+BOUNDS = (1, 1), None
+
+
+def table(noise_scale, totals=TOTALS, cluster=CLUSTER, **bounds):
+    bounds = {"min_local": (1,) * len(cluster.nodes), **bounds}
+    return goodput_table(cluster, totals, noise_scale=noise_scale, initial_total=64, **bounds)
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**6), st.floats(0, 1e9))
+def test_efficiency_is_the_formula(total, initial, phi):
+    assert efficiency(total, phi, initial) == pytest.approx((phi + initial) / (phi + total))
+    assert efficiency(total, math.inf, initial) == 1.0
+    assert math.isnan(efficiency(total, math.nan, initial))
+    with pytest.raises(ValueError, match="noise_scale"):
+        efficiency(total, -3.0, initial)
+
+
+@given(st.integers(1, 500), st.integers(0, 5000), st.floats(1.02, 3))
+def test_candidates_are_a_geometric_grid_with_both_ends(smallest, more, ratio):
+    grid = candidate_totals(smallest, smallest + more, ratio=ratio)
+    assert (grid[0], grid[-1]) == (smallest, smallest + more)
+    assert all(type(total) is int for total in grid)
+    assert all(a < b <= max(a + 1, a * ratio + 1.5) for a, b in itertools.pairwise(grid))
+    assert len(grid) <= math.log((smallest + more) / smallest) / math.log(ratio) + 2
+    assert candidate_totals(1, 125, ratio=5) == (1, 5, 25, 125)
+    for bad, names in (((64, 32, 1.1), "max_total_batch_size"), ((0, 32, 1.1), "smallest"), ((8, 32, 1.0), "ratio")):
+        with pytest.raises(ValueError, match=names):
+            candidate_totals(*bad[:2], ratio=bad[2])
+
+
+def window_time(cluster, sizes, count):
+    """Seconds of ``count`` micro-batches in a row, of which the last one is synchronized (C eq. 7)."""
+    ends = []
+    for node, b in zip(cluster.nodes, sizes, strict=True):
+        before, a, p = (count - 1) * node.compute_time(b), node.forward_time(b), node.backward_time(b)
+        ends.append(before + a + max(p, cluster.gamma * p + cluster.t_o) + cluster.t_u)
+    return max(ends)
+
+
+@pytest.mark.parametrize(("gamma", "t_o"), [(0.0, 0.0), (0.3, 0.05), (1.0, 0.05)])
+def test_goodput_is_throughput_times_efficiency_at_the_best_split_of_every_total(gamma, t_o):
+    """Totals beyond the memory of all workers run as equal micro-batches; brute force tries every split of one."""
+    cluster, low, high = ClusterTimeModel((FAST, SLOW, FAST), gamma, t_o, 0.005), (1, 1, 1), (6, 8, 4)
+    splits = list(itertools.product(*(range(a, b + 1) for a, b in zip(low, high, strict=True))))
+    rows = table(300.0, [72, *range(3, 72)], cluster, min_local=low, max_local=high)
+    assert [row.total_batch_size for row in rows] == list(range(3, 73))
+    for row in rows:
+        total, count = row.total_batch_size, row.accumulation
+        assert (count - 1) * 18 < total <= count * 18
+        least, most = (
+            min(window_time(cluster, sizes, count) for sizes in splits if sum(sizes) == micro)
+            for micro in (total // count, -(-total // count))
+        )
+        sample = count * max(node.q + node.k for node in cluster.nodes)
+        assert least - sample <= row.step_time <= most + 1e-9  # sizes are real numbers here, whole ones there
+        assert row.throughput == pytest.approx(total / row.step_time)
+        assert row.efficiency == pytest.approx(364 / (300 + total))
+        assert row.goodput == pytest.approx(row.throughput * row.efficiency)
+    alone = solve_step_times(CLUSTER, TOTALS)
+    assert [row.step_time for row in table(300.0)] == pytest.approx(alone.tolist(), rel=1e-12)
+
+
+def test_totals_that_the_bounds_do_not_allow_are_left_out():
+    rows = table(300.0, range(10, 40), min_local=(7, 7), max_local=(8, 8))
+    assert [row.total_batch_size for row in rows] == [14, 15, 16, *range(28, 33)]
+    assert windows_of([8, 8, 1, 21], min_local=(1, 1), max_local=(5, 5)) == ((8, 1), (21, 3))
+    assert windows_of([1, 8, 9, 10], min_local=(2, 2), micro_batch_limit=4, accumulation=2) == ((8, 2),)
+
+
+def test_a_total_is_cut_to_one_of_equal_micro_batches():
+    cases = {(31, 10, None, 1): 27, (31, None, 2, 1): 30, (31, 10, None, 2): 24, (5, 9, 3, 2): 0, (5, None, None, 1): 5}
+    assert {case: in_equal_parts(*case) for case in cases} == cases
+
+
+# the choice
+
+
+def candidate(total, value):
+    return Candidate(total, 1, 1.0, value, 1.0, value)
+
+
+def test_the_best_total_is_chosen_if_it_gains_enough():
+    rows = [candidate(8, 100.0), candidate(16, 101.5), candidate(32, 90.0)]
+    assert choose_total(rows, 8).total_batch_size == 8
+    assert choose_total(rows, 8, hysteresis=0.01).total_batch_size == 16
+    assert choose_total(rows, 8, hysteresis=0.015).total_batch_size == 16
+    assert choose_total(rows, 32).total_batch_size == 16
+    with pytest.raises(ValueError, match="9"):
+        choose_total(rows, 9)
+
+
+def test_noise_alone_picks_the_highest_throughput_none_the_shortest_step_and_unknown_noise_keeps_the_total():
+    rows = table(math.inf)
+    assert choose_total(rows, 8).throughput == max(row.throughput for row in rows)
+    assert choose_total(table(0.0), 4096).step_time == min(row.step_time for row in rows)
+    for current in (8, TOTALS[10], 4096):
+        assert choose_total(table(math.nan), current, hysteresis=0.0).total_batch_size == current
+        chosen = choose_total(table(500.0), current)
+        assert choose_total(table(500.0), chosen.total_batch_size) == chosen
+
+
+# what is kept from one choice to the next (C sec. 4.5)
+
+
+def test_times_are_kept_while_bottlenecks_stay_and_all_drift_by_a_percent_at_most():
+    known = SolvedTotals.solve(CLUSTER, WINDOWS, *BOUNDS)
+    assert list(known.times(WINDOWS).values()) == pytest.approx(solve_step_times(CLUSTER, TOTALS).tolist(), rel=1e-12)
+    newest = replace(CLUSTER, nodes=(FAST, replace(SLOW, s=0.02002)))
+    fresh = SolvedTotals.solve(newest, WINDOWS, *BOUNDS).times(WINDOWS)
+    for window, seconds in known.renewed(newest, [WINDOWS[20]]).times(WINDOWS).items():
+        assert seconds == (fresh if window == WINDOWS[20] else known.times(WINDOWS))[window]
+    drifting = itertools.takewhile(
+        lambda factor: known.renewed(replace(CLUSTER, nodes=(FAST, replace(SLOW, k=0.005 * factor))), WINDOWS[-1:]),
+        (1.01**looks for looks in range(20)),
+    )
+    assert 3 <= len(list(drifting)) <= 7
+    before = replace(CLUSTER, t_o=0.0)  # a link that binds the second worker's buckets by a little more than computing
+    touching = 0.7 * SLOW.backward_time(solve_optperf(before, 60).local_batch_sizes[1]) * 1.02
+    known = SolvedTotals.solve(before, [(60, 1)], *BOUNDS)
+    assert known.renewed(replace(before, t_o=touching), [(60, 1)]) is None
+    assert known.renewed(replace(before, t_o=0.5 * touching), [(60, 1)]) is not None
+
+
+def test_what_is_kept_holds_for_its_bounds_and_candidates_and_comes_back_from_json():
+    known = SolvedTotals.solve(CLUSTER, WINDOWS[:20], (1, 1), (900, 900))
+    assert known.holds(WINDOWS[3:9], (1, 1), (900, 900))
+    others = [(WINDOWS[3:21], (1, 1), (900, 900)), ([(8, 2)], (1, 1), (900, 900)), (WINDOWS[:9], (1, 2), (900, 900))]
+    others += [(WINDOWS[:9], (1, 1), (900, 800)), (WINDOWS[:9], (1, 1), None), (WINDOWS[:9], (1, 1), (900, 900), 2)]
+    assert not any(known.holds(*other) for other in others)
+    units = SolvedTotals.solve(CLUSTER, [(8, 1), (16, 2), (64, 4)], (2, 2), (20, 30), 2).renewed(CLUSTER, [(16, 2)])
+    for one in (known, units, SolvedTotals()):
+        assert SolvedTotals.from_state_dict(json.loads(json.dumps(one.state_dict()))) == one
+    whole = CLUSTER.accumulated(2)
+    best = solve_optperf(whole, 8, min_local=2, multiple=2).step_time
+    assert units.times([(16, 2)])[16, 2] == pytest.approx(best)

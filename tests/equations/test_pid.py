@@ -1,0 +1,292 @@
+"""Proportional control (D sec. III-C): one step by the paper's equations, and closed loops on simulated workers."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lightning_hetero.core.batching.control_settings import ControlSettings
+from lightning_hetero.core.batching.integer_split import even_sizes, proportional_sizes
+from lightning_hetero.core.batching.learned_bound import LearnedBound
+from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.batching.proportional_control import ControllerState
+from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.policies.proportional import ProportionalPlanner
+from tests.equations.clusters import context
+
+
+def observed(sizes, seconds):
+    """Steps at these sizes in which the workers compute for so long, shape ``(steps, workers)``."""
+    b, zeros = np.broadcast_to(np.asarray(sizes, float), seconds.shape), np.zeros_like(seconds)
+    step = np.repeat(seconds.max(axis=1, keepdims=True), seconds.shape[1], axis=1)
+    return StepObservations(b, seconds / 3, 2 * seconds / 3, zeros, zeros, step - seconds, step)
+
+
+def once(sizes, seconds, planner=None, **ctx):
+    """One decision on five equal steps: the sizes from then on, and the planner."""
+    planner, where = planner or ProportionalPlanner(), context(sum(sizes), len(sizes), **ctx)
+    seen = observed(sizes, np.tile(np.asarray(seconds, float), (5, 1)))
+    decision = planner.decide(seen, BatchPlan(sum(sizes), sizes), where)
+    return sizes if decision.proposal is None else decision.proposal.plan.local_batch_sizes, decision.planner
+
+
+class Loop:
+    """Workers whose steps take ``times(sizes)`` with scatter, under the controller's decisions."""
+
+    def __init__(self, sizes, *, noise=0.0, seed=0, steps=5, **ctx):
+        self.plan, self.steps, self.noise = BatchPlan(sum(sizes), tuple(sizes)), steps, noise
+        self.planner, self.rng = ProportionalPlanner(), np.random.default_rng(seed)
+        self.context, self.seen = context(sum(sizes), len(sizes), **ctx), [tuple(sizes)]
+
+    def run(self, times, decisions):
+        for _ in range(decisions):
+            exact = np.array([times(np.array(self.sizes, float)) for _ in range(self.steps)])
+            scatter = np.maximum(1 + self.noise * self.rng.standard_normal(exact.shape), 0.1)
+            decision = self.planner.decide(observed(self.sizes, exact * scatter), self.plan, self.context)
+            self.planner, self.plan = decision.planner, decision.proposal.plan if decision.proposal else self.plan
+            assert self.plan.total_batch_size == self.context.total_batch_size
+            self.seen.append(self.sizes)
+        return self
+
+    @property
+    def sizes(self):
+        return self.plan.local_batch_sizes
+
+    @property
+    def changed(self):
+        """Decisions that changed sizes."""
+        return [i for i, (a, b) in enumerate(zip(self.seen, self.seen[1:], strict=False)) if a != b]
+
+
+def lines(slopes, offsets=0.0):
+    return lambda sizes: np.asarray(slopes) * sizes + np.asarray(offsets)
+
+
+def spread(times, sizes):
+    t = times(np.array(sizes, float))
+    return t.max() / t.min()
+
+
+def test_one_step_is_equations_4_and_5_brought_to_the_total(seed):
+    """``b_i - X_i (mu_i - mean mu)`` with ``X_i = b_i / mu_i``, which the paper does not bring to the total."""
+    rng, eager = np.random.default_rng(seed), ProportionalPlanner(dead_band=0.0)
+    for _ in range(20):
+        n = int(rng.integers(2, 7))
+        b, mu = rng.integers(50, 400, n), rng.uniform(0.5, 1.5, n)
+        wanted = b - b / mu * (mu - mu.mean())
+        new, _ = once(tuple(b.tolist()), mu, eager)
+        assert np.abs(new - wanted * b.sum() / wanted.sum()).max() <= 1
+    assert once((40, 40), (0.1, 0.3))[0] == (60, 20)
+    far_apart = {"min_local": (2, 1, 5), "max_local": (20, 60, 33)}  # the rule's sizes are far below 1 before that
+    assert once((10, 1, 33), (0.00014, 64.0, 0.55), **far_apart)[0] == (20, 1, 23)
+
+
+def test_all_sizes_change_or_none_by_the_dead_band():
+    """No size would change by more than 2 %."""
+    assert once((100, 100, 100), (1.0, 1.02, 0.98))[0] == (100, 100, 100)
+    assert once((100, 100, 100), (1.0, 1.02, 0.98), ProportionalPlanner(dead_band=0.01))[0] == (100, 98, 102)
+    assert once((20, 20), (0.1, 0.3), ProportionalPlanner(dead_band=0.6))[0] == (20, 20)
+
+
+def test_compute_times_become_equal_within_the_dead_band_in_a_few_changes(seed):
+    rng = np.random.default_rng(seed)
+    for _ in range(4):
+        n = int(rng.integers(2, 7))
+        times = lines(rng.uniform(0.001, 0.02, n), rng.uniform(0, 0.05, n))
+        loop = Loop(even_sizes(400 * n, n)).run(times, 20)
+        assert spread(times, loop.sizes) <= 1.05 / 0.95 * (1 + 1 / min(loop.sizes)) ** 2
+        assert all(decision < 15 for decision in loop.changed)
+
+
+def test_noise_causes_no_oscillation_and_splits_no_equal_workers(seed):
+    times = lines([0.001, 0.002, 0.004, 0.006], [0.01, 0.0, 0.02, 0.0])
+    loop = Loop(even_sizes(512, 4), noise=0.03, seed=seed, steps=10).run(times, 50)
+    assert len(loop.changed) <= 6
+    assert spread(times, loop.sizes) < 1.2
+    assert len(Loop((64,) * 4, noise=0.03, seed=seed, steps=10).run(lines([0.002] * 4, 0.01), 40).changed) <= 1
+    for slopes in ((1.0, 2.0, 10 / 3), (1.0, 1.0, 1.0)):  # more noise than the dead band stops for long
+        loop = Loop((64, 64, 64), noise=0.15, seed=seed, steps=10).run(lines(slopes), 60)
+        assert len(loop.changed) <= 6
+        assert max(np.array(slopes) * loop.sizes) <= 1.06 * np.mean(np.array(slopes) * loop.sizes)
+
+
+PINNED = [  # speeds, total, minimum: the slowest worker takes longer than all others even with its minimum
+    ((1, 0.5, 0.1), 192, 30),
+    ((1, 0.6, 0.1), 126, 16),
+    ((1, 0.8, 0.6, 0.05), 128, 8),
+    ((1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.02), 512, 4),
+]
+
+
+@pytest.mark.parametrize(("speeds", "total", "least"), PINNED)
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_a_worker_held_at_its_minimum_lets_the_others_settle(speeds, total, least, noise):
+    """Its time stays above the mean whatever the others do: with it in the mean, they are never done."""
+    n = len(speeds)
+    loop = Loop(even_sizes(total, n), noise=noise, min_local=(least,) * n).run(lines(1 / np.array(speeds)), 60)
+    assert len(loop.changed) <= 3
+    assert loop.sizes[-1] == least
+    free = [(b / speed, b) for b, speed in zip(loop.sizes, speeds, strict=True) if b > least]
+    assert max(free)[0] / min(free)[0] <= (1.1 + noise) * (1 + 1 / min(b for _, b in free))
+
+
+@pytest.mark.parametrize("fixed", [0.0, 0.5])
+def test_random_shapes_and_bounds_settle(fixed, seed):
+    """Within three changes, and also where half of the time is the same whatever the size."""
+    for case in range(4):
+        rng = np.random.default_rng([seed, case])
+        n, least = int(rng.integers(2, 7)), int(rng.integers(1, 33))
+        total = int(rng.integers(n * least + 1, 6 * n * max(least, 8)))
+        most = np.maximum(rng.integers(least, int(0.7 * total) + 2, n), least)
+        most += max(total - int(most.sum()), 0) // n + 1
+        speeds = np.exp(0.9 * rng.standard_normal(n))
+        bounds = {"min_local": (least,) * n, "max_local": None if case % 2 else tuple(most.tolist())}
+        first = proportional_sizes(total, [1.0] * n, **bounds)
+        loop = Loop(first, **bounds).run(lines(1 / speeds, fixed * total / speeds.sum()), 40)
+        assert len(loop.changed) <= (5 if fixed else 3)
+        assert all(decision < 10 for decision in loop.changed)
+        best = proportional_sizes(total, speeds, **bounds)
+        reached, least_time = (max(np.array(sizes) / speeds) for sizes in (loop.sizes, best))
+        assert fixed or reached <= 1.05 * least_time + 1 / min(speeds)  # the dead band, and a sample of the slowest
+
+
+def test_differences_within_the_noise_change_nothing_unless_that_is_asked_for():
+    scatter = np.where(np.arange(7)[:, None] % 2, [0.1, 0.13], [0.13, 0.1])
+    seen, plan, where = observed((200, 200), scatter), BatchPlan(400, (200, 200)), context(400, 2)
+    sure = ProportionalPlanner(dead_band=0.01)
+    assert sure.decide(seen, plan, where).proposal is None
+    eager = replace(sure, settings=ControlSettings(significant_errors=0.0))
+    assert eager.decide(seen, plan, where).proposal is not None
+    # worker 0 would change by a quarter and is all noise; the time of worker 1 tells, and it would change by 4 %
+    odd = np.tile([0.25, 0.208, 0.192, *(0.2,) * 6], (8, 1))
+    odd[:, 0] *= 1 + 0.07 * (-1) ** np.arange(8)
+    sizes = (20, *(100,) * 8)
+    assert ProportionalPlanner().decide(observed(sizes, odd), BatchPlan(820, sizes), context(820, 9)).proposal is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [({}, 0.5), ({"gain_after_reversal": 0.25}, 0.25), ({"gain_after_reversal": 0.25, "min_gain": 0.4}, 0.4)],
+)
+def test_a_size_that_turns_round_goes_part_of_the_way(settings, share):
+    sizes, planner = once((200, 200), (0.1, 0.3), ProportionalPlanner(settings=ControlSettings(**settings)))
+    assert sizes == (300, 100)
+    after, _ = once(sizes, (0.2, 0.1), planner)
+    x, error = np.array([300 / 0.2, 100 / 0.1]), np.array([0.05, -0.05])
+    wanted = np.array(sizes) - share * x * error
+    assert after == pytest.approx(400 * wanted / wanted.sum(), abs=1)
+
+
+# upper bounds that are learned where throughput fell after a rise
+
+
+def thrashing(factor=5.0, slopes=(0.001, 0.003)):
+    """Worker 0 has memory for 60 samples; above that every sample takes ``factor`` times as long."""
+    return lambda sizes: np.array(slopes) * sizes * np.where([sizes[0] > 60, False], factor, 1.0)
+
+
+def test_a_bound_is_learned_where_throughput_fell_after_a_rise():
+    loop = Loop((50, 50)).run(thrashing(), 3)
+    assert loop.seen == [(50, 50), (75, 25), (50, 50), (50, 50)]
+
+
+@pytest.mark.parametrize(("factor", "noise"), [(2.0, 0.0), (5.0, 0.0), (5.0, 0.03)])
+def test_a_bound_whose_cause_stays_is_tried_ever_more_rarely(factor, noise):
+    """The fall comes back at each trial, and each lasts longer; half of the way, and half of that, ends at the edge."""
+    loop = Loop((50, 50), noise=noise, steps=10).run(thrashing(factor), 165)
+    assert 3 < len(loop.changed) <= 12
+    assert not [decision for decision in loop.changed if decision > 60]
+    assert 50 < loop.sizes[0] <= 60
+
+
+def test_a_cliff_that_pays_to_cross_is_crossed():
+    """Above 60 samples worker 0 takes 1.3 times as long: with 70 of 100 it is done together with the other."""
+    loop = Loop((50, 50)).run(thrashing(1.3), 20)
+    assert loop.sizes == (70, 30)
+    assert len(loop.changed) <= 3
+
+
+@pytest.mark.parametrize("speed", [1.0, 0.7, 1.4])
+def test_a_bound_lapses_when_its_cause_is_over_or_its_worker_another(speed):
+    loop = Loop((50, 50)).run(thrashing(), 6)
+    other = lines([0.001 / speed, 0.003])
+    before = len(loop.changed)
+    assert spread(other, loop.run(other, 15).sizes) <= 1.25
+    assert len(loop.changed) - before <= 4
+
+
+def test_bounds_never_make_the_total_impossible():
+    both = ControllerState((50, 50), bounds=(LearnedBound(40, 500.0, lifetime=20),) * 2)
+    assert once((50, 50), (0.1, 0.3), ProportionalPlanner(state=both))[0] == (75, 25)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 5])
+def test_a_disturbance_right_after_a_rise_is_forgotten_after_two_decisions(steps, seed):
+    step, slopes = iter(range(1000)), np.array([0.001, 0.002, 0.0033])
+
+    def times(sizes):
+        return slopes * sizes * np.where([5 <= next(step) < 5 + steps, False, False], 4.0, 1.0)
+
+    loop = Loop((64, 64, 64), noise=0.03, seed=seed).run(times, 8)
+    assert max(slopes * loop.sizes) <= 1.08 * max(slopes * (106, 53, 33))
+
+
+def test_a_fall_that_is_less_than_the_rise_teaches_no_bound(seed):
+    """Larger batches take a little more than their share, as where workers share caches."""
+    slopes = np.array([0.001, 0.002, 0.0033])
+
+    def crowded(sizes):
+        return slopes * sizes * (1 + 0.5 * sizes / sizes.sum())
+
+    loop = Loop((64, 64, 64), noise=0.03, seed=seed, steps=8).run(crowded, 40)
+    assert spread(crowded, loop.sizes) <= 1.15
+    assert len(loop.changed) <= 6
+
+
+# the policy
+
+
+def test_it_starts_by_what_it_knows_then_by_what_is_given_then_by_capacities():
+    free = context(40, 2, capacities=(1.0, 4.0))
+    places = {"free": free, "given": replace(free, given=(25, 15)), "bare": replace(free, capacities=())}
+    expected = {
+        (0, "open_loop"): [(8, 32), (25, 15), None],
+        (0, "equal"): [None, (25, 15), None],
+        (1, "open_loop"): [(8, 32), (25, 15), None],
+        (2, "open_loop"): [(30, 10)] * 3,
+        (2, "equal"): [(30, 10)] * 3,
+    }
+    for (known, start), sizes in expected.items():
+        throughput = dict(list({"host-0": 300.0, "host-1": 100.0}.items())[:known])
+        found = [ProportionalPlanner(throughput=throughput, start=start).initial(where) for where in places.values()]
+        assert [proposal and proposal.plan.local_batch_sizes for proposal in found] == sizes
+
+
+def test_it_decides_on_five_steps_at_the_sizes_that_run():
+    planner, where, plan = ProportionalPlanner(), context(40, 2), BatchPlan(40, (20, 20))
+
+    def steps(count, sizes=(20, 20)):
+        return observed(sizes, np.tile(np.array(sizes) * [0.003, 0.009], (count, 1)))
+
+    decision = planner.decide(steps(4), plan, where)
+    assert decision.proposal is None
+    assert "4 steps" in decision.kept
+    assert planner.decide(steps(9, (30, 10)), plan, where).proposal is None, "of another plan"
+    assert decision.planner.decide(steps(1), plan, where).proposal is not None
+    fewer = replace(planner, settings=ControlSettings(min_steps=3))
+    assert fewer.decide(steps(3), plan, where).proposal is not None
+    least = replace(where, min_local=(8, 1))  # a rank that runs at least 8, whatever it was given
+    assert planner.decide(steps(5, (8, 36)), BatchPlan(40, (4, 36)), least).proposal is not None
+
+
+def test_it_remembers_the_newest_throughput_of_each_worker_and_weighs_the_past_by_its_decay():
+    before = ProportionalPlanner(throughput={"host-0": 1.0, "elsewhere": 7.0})
+    _, after = once((30, 10), (0.09, 0.09), before)
+    speeds = {"elsewhere": 7.0, "host-0": pytest.approx(1 / 0.003), "host-1": pytest.approx(1 / 0.009)}
+    assert after.throughput == speeds
+    seconds = np.array([[0.2, 0.6]] * 20 + [[0.1, 0.1]] * 5)
+    seen, plan = observed((30, 30), seconds), BatchPlan(60, (30, 30))
+    found = [ProportionalPlanner(decay=decay).decide(seen, plan, context(60, 2)) for decay in (0.0, 0.5, 0.999)]
+    faster = [decision.planner.throughput["host-1"] for decision in found]
+    assert faster == sorted(faster, reverse=True)
+    assert faster[0] > 1.5 * faster[2]

@@ -1,0 +1,249 @@
+"""The policy of density and total by time to accuracy (S sec. 4): it follows the link, and stays where that stays."""
+
+import itertools
+import json
+import math
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.compression.bayesian_search import ProfilePenalty
+from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile
+from lightning_hetero.core.compression.objective import density_penalty
+from lightning_hetero.core.link.bandwidth import LinkEstimate
+from lightning_hetero.core.link.message_link import MessageLink
+from lightning_hetero.core.link.message_size import MessageSize
+from lightning_hetero.core.link.message_times import MessageTimes
+from lightning_hetero.core.noise.running import RunningNoiseScale
+from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.policies.base import PlanContext
+from lightning_hetero.core.policies.time_to_accuracy import DensitySettings, TimeToAccuracyPlanner
+
+SPEEDS, FIXED, LATENCY = np.array([0.001, 0.003]), 0.02, 1e-3  # seconds of a sample, of a step, of a message
+SIZE = MessageSize(2_000_000, 2, parts=(6,), listed=64, marked=64, marked_from=2.0, align=1)  # 64 + 8e6 * density
+
+
+def planner(**fields):
+    return TimeToAccuracyPlanner(**{"initial_total": 40, **fields})
+
+
+class Training:
+    """Two workers and a link, in windows of eight steps under a planner's decisions.
+
+    Messages take ``busy`` seconds more in a step than alone, and their first ``burst`` bytes cross at once, as a token
+    bucket lets them. So many steps came before that the training is no longer young.
+    """
+
+    def __init__(self, planner, total=40, density=0.01, *, scatter=0.0, stale=False, noise=None, seed=0, step=100_000,
+                 latency=LATENCY, burst=0.0, busy=0.0, handling=0.0, may_be_stale=False):  # fmt: skip
+        self.planner, self.density, self.stale, self.noise, self.step = planner, density, stale, noise, step
+        self.plan, self.rng = BatchPlan(total, (total // 2, total - total // 2)), np.random.default_rng(seed)
+        self.scatter, self.burst, self.busy, self.handling, self.latency = scatter, burst, busy, handling, latency
+        self.times = MessageTimes((LinkEstimate(),) * 2, 0.5 * LATENCY)  # half of it was measured before training
+        self.may_be_stale = may_be_stale
+        self.densities, self.totals, self.ways, self.splits = [], [], [], []
+
+    def crossing(self, rate, density=None):
+        return self.latency + max(SIZE.bytes(density or self.density) - self.burst, 0.0) / rate
+
+    def window(self, rate):
+        sizes = np.tile(np.array(self.plan.local_batch_sizes, float), (8, 1))
+        compute = (FIXED + sizes * SPEEDS) * np.exp(self.rng.normal(0.0, self.scatter / 4, (8, 2)))
+        sent = self.busy + self.crossing(rate) * np.exp(self.rng.normal(0.0, self.scatter, (8, 1)))
+        own, slowest = self.handling * self.density, compute.max(axis=1, keepdims=True)
+        step = np.maximum(slowest + own, sent) if self.stale else slowest + own + sent
+        zeros = np.zeros_like(compute)
+        sync = zeros if self.stale else slowest - compute + own + sent
+        seen = StepObservations(sizes, compute / 3, 2 * compute / 3, compute / 3, zeros, sync, np.tile(step, (1, 2)))
+        seconds = float(np.median(sent))
+        self.times = self.times.observe(SIZE.bytes(self.density), np.full(2, seconds))
+        self.step += 8
+        link = MessageLink(
+            self.density, SIZE, self.times.links, seconds, self.stale, self.times.latency, self.times.latency_error,
+            self.may_be_stale, self.step,
+        )  # fmt: skip
+        self.context = PlanContext(self.plan.total_batch_size, ("a", "b"), (1, 1), noise=self.noise, link=link)
+        self.decision = self.planner.decide(seen, self.plan, self.context)
+        self.planner, proposal = self.decision
+        self.plan = self.plan if proposal is None else proposal.plan
+        if self.decision.density is not None:
+            self.density = self.decision.density.density
+        if self.may_be_stale and self.decision.stale is not None:
+            self.stale = self.decision.stale
+        self.ways.append(self.stale)
+        self.densities.append(self.density)
+        self.totals.append(self.plan.total_batch_size)
+        self.splits.append(self.plan.local_batch_sizes)
+
+    def run(self, rate, windows):
+        for _ in range(windows):
+            self.window(rate)
+        return self
+
+    @property
+    def compute(self):
+        return float((FIXED + np.array(self.plan.local_batch_sizes) * SPEEDS).max())
+
+    def objective(self, density, rate):
+        """Time to accuracy as it truly is, relative (S eq. 5)."""
+        own, sent = self.handling * density, self.busy + self.crossing(rate, density)
+        seconds = max(self.compute + own, sent) if self.stale else self.compute + own + sent
+        return (1.0 + density_penalty(density)) * seconds
+
+
+def changes(values):
+    return [(a, b) for a, b in itertools.pairwise(values) if a != b]
+
+
+def turns(values):
+    """How often values that fell rise, or the other way round."""
+    return len(changes([b > a for a, b in changes(values)]))
+
+
+def test_on_any_trace_the_density_comes_near_the_best_and_hardly_turns_on_the_same_link(seed):
+    """Rates of a hundredfold range, noise, a token bucket, messages that take longer in a step than alone."""
+    rng = np.random.default_rng(seed)
+    training = Training(
+        planner(), seed=seed, density=float(np.exp(rng.uniform(*np.log([0.001, 0.3])))), stale=bool(seed % 2),
+        scatter=float(rng.choice([0.0, 0.1, 0.2])), burst=float(rng.choice([0.0, 2e4, 7e4])),
+        busy=float(rng.choice([0.0, 3e-3])), handling=float(rng.choice([0.0, 0.05])),
+    )  # fmt: skip
+    for _ in range(3):
+        rate, begin = float(np.exp(rng.uniform(*np.log([1e6, 1e8])))), len(training.densities)
+        training.run(rate, 25)
+        seen = training.densities[max(begin - 1, 0) :]
+        assert turns(seen) <= (3 if training.burst else 0), seen
+        assert len(changes(seen[-12:])) <= 1, seen
+        best = min(training.objective(density, rate) for density in np.geomspace(0.001, 0.3, 60))
+        assert training.objective(training.density, rate) < 1.12 * best
+    assert set(training.totals) == {40}
+    assert training.splits[-1][0] > 2 * training.splits[-1][1], "the split is not that of the speeds"
+
+
+@pytest.mark.parametrize("scatter", [0.0, 0.15])
+def test_messages_are_late_only_where_that_is_worth_its_price_and_after_less_was_sent(scatter):
+    """A link on which enough can be sent in time, one of a hundredth of the rate, and the first again."""
+    training = Training(planner(), may_be_stale=True, scatter=scatter)
+    for rate, windows, stale in ((50e6, 10, False), (2e5, 20, True), (50e6, 16, False)):
+        assert training.run(rate, windows).stale is stale
+    assert len(changes(training.ways)) == 2, "to and fro"
+    first = Training(planner(), density=0.1, may_be_stale=True).run(2e5, 12)
+    less = next(window for window, density in enumerate(first.densities) if density < 0.1)
+    assert first.density == first.densities[less] == 0.001
+    assert first.ways.index(True) > less
+    free = Training(planner(profile=lambda density, total: -np.log10(density)), may_be_stale=True).run(2e6, 8)
+    assert free.stale, "a profile's probe trainings had late gradients, so that they cost no more"
+
+
+def test_a_young_training_sends_less_by_and_by():
+    """What a cut holds back counts as a share of the steps so far; a profile knows it from its probes."""
+    old, young = (Training(planner(), density=0.1, step=step).run(20e6, 14) for step in (100_000, 0))
+    moves = [(8 * (n + 2), a, b) for n, (a, b) in enumerate(itertools.pairwise(young.densities)) if a != b]
+    assert len(changes([0.1, *old.densities])) == 1
+    assert len(moves) > 1
+    assert all(b < a and 1 / b - 1 / a < steps for steps, a, b in moves), moves
+    assert young.density > 2 * old.density
+    told = planner(profile=lambda density, total: -0.1 * np.log10(density))
+    assert Training(told, density=0.1, step=0).run(20e6, 3).density < 0.01
+
+
+def test_the_density_stays_within_its_bounds_and_growth_and_a_link_of_next_to_nothing_is_said():
+    assert Training(planner(max_density=0.1), density=0.9).run(1e9, 3).density == 0.1
+    assert Training(planner(min_density=0.05), density=0.001).run(1e5, 3).density == 0.05
+    for growth in (1.4, 3.0):
+        settings = DensitySettings(max_growth=growth)
+        steps = changes(Training(planner(density_settings=settings), density=0.001).run(75e6, 6).densities)
+        assert max(b / a for a, b in steps) == pytest.approx(growth, rel=0.02)
+    fast = Training(planner()).run(75e6, 4)
+    assert not fast.decision.density.communication_bound
+    poor = fast.run(1e4, 4)
+    assert (poor.density, poor.decision.density.communication_bound) == (0.001, True)
+    assert "communication-bound" in poor.decision.density.describe()
+
+
+NOISE = RunningNoiseScale().update(trace=400.0, global_sq_norm=1.0 + 400 / 40, total_batch_size=40)
+MOVES = {"moves_batch": True, "max_total_batch_size": 1000, "min_steps": 8}
+
+
+def test_a_thin_link_asks_for_larger_totals_and_a_profile_says_what_totals_and_densities_cost():
+    thick, thin = (Training(planner(**MOVES, min_density=0.05), noise=NOISE).run(rate, 10) for rate in (1e9, 2e6))
+    assert thin.plan.total_batch_size > 1.3 * thick.plan.total_batch_size > 40
+    assert len(changes(thin.totals[7:])) == 0
+    assert thin.decision.density.total_batch_size == thin.plan.total_batch_size
+    rows = [(r, x, 0.5 * r + abs(math.log2(x / 80))) for r in (0, 0.5, 0.9, 0.99) for x in (16, 40, 80, 256)]
+    penalty = ProfilePenalty(ConvergenceProfile(16, 256, 1.0, tuple(rows)))
+    best_at_80 = Training(planner(**{**MOVES, "max_total_batch_size": 256}, profile=penalty)).run(75e6, 10)
+    assert 70 <= best_at_80.plan.total_batch_size <= 110
+    free = Training(planner(profile=lambda density, total: 0.0 * density)).run(10e6, 6)
+    dear = Training(planner(profile=lambda density, total: -3 * np.log10(density))).run(75e6, 6)
+    assert free.density < 0.01 < dear.density
+
+
+@pytest.mark.parametrize("may_be_stale", [False, True])
+def test_resumed_after_every_window_it_decides_as_the_run_without_a_break(may_be_stale):
+    fields = {"scatter": 0.2, "handling": 0.01, "may_be_stale": may_be_stale, "step": 2_000}
+    whole, broken = Training(planner(), **fields), Training(planner(), **fields)
+    for rate in [75e6] * 5 + [2e6] * 5 + [2e5] * 7 + [75e6] * 8:
+        whole.window(rate)
+        broken.planner = planner().loaded(json.loads(json.dumps(broken.planner.state_dict())))
+        broken.window(rate)
+    assert len(changes(whole.densities)) >= 2
+    assert any(whole.ways) == may_be_stale
+    for name in ("densities", "ways", "splits"):
+        assert getattr(broken, name) == getattr(whole, name), name
+
+
+def test_predictions_include_the_messages_and_a_decision_says_all_that_follows():
+    training = Training(planner()).run(10e6, 7)
+    where = replace(training.context, link=replace(training.context.link, density=training.density))
+    seconds = training.compute + training.crossing(10e6)
+    assert training.planner.predict(training.plan, where) == pytest.approx(seconds, rel=0.05)
+    stale = replace(where, link=replace(where.link, stale=True))
+    assert training.planner.predict(training.plan, stale) == pytest.approx(training.compute, rel=0.05)
+    two, nothing = replace(where, accumulation=2), StepObservations.empty(2)
+    decision = training.planner.decide(nothing, BatchPlan(40, (20, 20)), two)
+    assert decision.density.total_batch_size == 80
+    proposed = decision.proposal.plan
+    assert proposed.step_time == pytest.approx(decision.planner.predict(proposed, two), rel=0.02)
+    assert (decision.soon, decision.error > 0) == (True, True)
+    thin = replace(where, link=replace(where.link, estimates=(LinkEstimate(1e6),) * 2))
+    for context, less in ((where, False), (thin, True)):
+        decision = training.planner.decide(nothing, training.plan, context)
+        assert (decision.density.density < training.density, decision.soon) == (less, less)
+    alone = planner().decide(nothing, training.plan, replace(where, link=None))
+    assert (alone.density, alone.planner.density) == (None, None)
+
+
+def test_the_papers_rule_of_idle_time_moves_five_percent_at_a_time():
+    training = Training(planner(idle_rule=True), scatter=0.1).run(75e6, 8)
+    fast = training.density
+    thin = training.run(2e6, 20).density
+    assert thin < fast / 2
+    assert training.run(75e6, 40).density > 2 * thin
+    slow = replace(training.context, link=replace(training.context.link, estimates=(LinkEstimate(1e3),) * 2))
+    for one in (planner(idle_rule=True, bandwidth=LinkEstimate(1e6)), training.planner):
+        decision = one.decide(StepObservations.empty(2), training.plan, training.context)
+        assert decision.planner.bandwidth == one.bandwidth, "of no step nothing is learned"
+    for rule in (True, False):  # without the rule nothing would update a rate from a checkpoint
+        loaded = planner(idle_rule=rule).loaded(training.planner.state_dict())
+        assert (loaded.predict(training.plan, slow) < 1.0) is rule
+
+
+def test_a_decision_makes_few_calls_however_many_totals_and_densities_are_in_question():
+    """All ranks wait for it. Once 75,888 calls of our functions."""
+    training = Training(planner(**MOVES), noise=NOISE).run(1e5, 2)
+    calls = Counter()
+
+    def count(frame, event, _):
+        calls[event] += "lightning_hetero" in frame.f_code.co_filename
+
+    sys.setprofile(count)
+    try:
+        training.planner.decide(StepObservations.empty(2), training.plan, training.context)
+    finally:
+        sys.setprofile(None)
+    assert 100 < calls["call"] <= 2000
