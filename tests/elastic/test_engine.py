@@ -172,14 +172,6 @@ def test_a_run_goes_on_after_a_step_of_a_synchronous_one(step, position):
     assert engine.steps_done() == 3 * step[0] + min(step[1], 3)
 
 
-def test_a_model_that_is_attached_later_takes_nothing_of_the_checkpoint():
-    """As in another fit of the same run."""
-    engine, _ = alone("crossbow", {"replicas": [{"weight": torch.ones(1, 1)}]})
-    assert "weight" in engine.state_dict()["replicas"][0]
-    engine.attach(nn.Linear(1, 1))
-    assert engine.state_dict()["replicas"] == [{}]
-
-
 def _epoch(rank, merge, epoch, weight=None, state=None):
     """Four mega-batches of one local update each, which add rank + 1: begins and ends of each, weights, the state."""
     config = ElasticConfig(merge, mega_batch_size=4, settings={"momentum": 0.9})
@@ -371,7 +363,6 @@ OPTIMIZERS = {
     "plain": lambda: [sgd()],
     "momentum": lambda: [sgd(momentum=0.5)],
     "Adam": lambda: [torch.optim.Adam([nn.Parameter(torch.zeros(2))])],
-    "one of each": lambda: [sgd(), torch.optim.Adam([nn.Parameter(torch.zeros(2))])],
     "momentum in one group": lambda: [
         torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(2))], **m} for m in ({}, {"momentum": 0.5})], lr=0.1)
     ],

@@ -57,18 +57,15 @@ def test_kernels_compute_what_the_definition_does_natively():
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 
-@pytest.mark.slow("two interpreters, for a benchmark")
+@pytest.mark.slow("an interpreter of its own, for a benchmark")
 def test_the_benchmark_is_ready(tmp_path):
-    """In the interpreter, small; in full it asks for a GPU."""
+    """In the interpreter, small."""
     command = [sys.executable, str(ROOT / "benchmarks" / "kernels.py"), "--quick", "--out", str(tmp_path / "k.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     found = {row["candidate"]: row for row in json.loads((tmp_path / "k.json").read_text())["rows"]}
     assert {"copy", "ours, K1 to K3 with the header", "SparseAdamW"} <= set(found)
     assert all(row["us"] > 0 for row in found.values())
-    if torch.cuda.device_count() == 0:
-        refused = subprocess.run([*command[:2], *command[3:]], cwd=ROOT, capture_output=True, text=True, check=False)
-        assert refused.returncode != 0
 
 
 # steps on a GPU that is not here: a driver that launches nothing

@@ -51,30 +51,28 @@ STATE = {
     "none": None,
     "deep": {1: [(2, "a"), True], "x": {"y": -0.0}},
     "array": np.arange(4.0),
-    "scalar": np.float32(0.5),
     "tensor": torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16),
-    "empty": torch.zeros(0),
-}
-OTHERS = {
-    "number": [0.10000000000000002, "0.1", None],
-    "none": [0, False, "null"],
-    "deep": [{1: [(2, "a"), 1], "x": {"y": -0.0}}, {1: [(2, "a"), True], "x": {"y": 0.0}}, {1: [2, "a", True]}, {}],
-    "array": [np.arange(4.0)[:3], np.arange(4.0) + 1e-15, np.arange(4.0).reshape(2, 2)],
-    "scalar": [0.25],
-    "tensor": [torch.tensor([[1.0, 2.0]]), torch.tensor([1.0, 2.0], dtype=torch.bfloat16)],
-    "empty": [torch.zeros(1), torch.zeros(0, dtype=torch.int32)],
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_value_that_changed_is_named_whatever_it_is(name):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("number", 0.10000000000000002),
+        ("none", 0),
+        ("deep", {1: [(2, "a"), True], "x": {"y": 0.0}}),
+        ("deep", {1: [2, "a", True], "x": {"y": -0.0}}),
+        ("array", np.arange(4.0).reshape(2, 2)),
+        ("array", np.arange(4.0) + 1e-15),
+        ("tensor", torch.tensor([[1.0, 2.0]])),
+    ],
+)
+def test_a_value_that_changed_is_named_whatever_it_is(name, value):
     state = with_checksums(STATE)
-    assert changed_since(state) is None
     check_checksums(state, "the session")
-    for value in OTHERS[name]:
-        assert changed_since({**state, name: value}) == name
-    with pytest.raises(DamagedCheckpointError, match=f"the session .*'{name}'"):
-        check_checksums({key: value for key, value in state.items() if key != name}, "the session")
+    for changed in ({**state, name: value}, {key: value for key, value in state.items() if key != name}):
+        with pytest.raises(DamagedCheckpointError, match=f"the session .*'{name}'"):
+            check_checksums(changed, "the session")
 
 
 def test_a_state_may_be_kept_in_any_way_and_be_a_part_of_another():
