@@ -115,6 +115,16 @@ def test_an_error_while_writing_leaves_the_file_that_was_there(tmp_path, monkeyp
     assert contents(tmp_path) == {"a.json": b"first"}
 
 
+def test_a_pipe_is_written_to_and_stays_one(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    write_file(path, b"content")
+    assert os.read(reader, 100) == b"content"
+    os.close(reader)
+    assert path.is_fifo()
+
+
 def test_a_file_has_the_rights_that_new_files_have_and_keeps_those_that_it_has(tmp_path):
     path = tmp_path / "a"
     write_file(path, b"")
