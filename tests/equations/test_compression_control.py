@@ -28,6 +28,7 @@ from lightning_hetero.core.compression.settings import (
     COMPRESSORS,
     Automatic,
     BlockTopK,
+    HalfPrecision,
     blocks_per_rank,
     parse_compression,
 )
@@ -326,6 +327,8 @@ def test_settings_in_a_string():
     assert parse_compression(text) == BlockTopK(0.03, value_dtype="int8", selector="histogram")
     assert parse_compression("auto(densities=[0.1, 0.01])") == Automatic((0.01, 0.1))
     assert parse_compression(None) is None
+    with pytest.raises(ValueError, match="dtype='fp8'"):
+        HalfPrecision("fp8")
 
 
 @pytest.mark.parametrize(
