@@ -60,7 +60,7 @@ for wrong in ({"staleness": 1}, {"hierarchy": [[0], [1]]}, {"sparse_optimizer": 
     "a merge rule": """
 import tests.elastic.test_engine as elastic
 
-elastic.check_loop("inverse_norm", elastic._torch)
+elastic.check_loop("inverse_norm")
 """,
     "a front end": """
 from pytorch_lightning.strategies import StrategyRegistry
@@ -93,11 +93,11 @@ def applied(root, diff):
 OWN_TESTS = {  # those that run for every line of a table, and the rules of the source
     "a policy": ["tests/equations/test_policies.py", "tests/test_house.py"],
     "a compressor": [
-        "tests/core/compression/test_settings.py",
+        "tests/equations/test_compression_control.py",
         "lightning_hetero/core/compression",
         "tests/test_house.py",
     ],
-    "a merge rule": ["tests/core/merging", "lightning_hetero/core/merging", "tests/test_house.py"],
+    "a merge rule": ["tests/equations/test_merging.py", "lightning_hetero/core/merging", "tests/test_house.py"],
     "a front end": ["tests/test_house.py"],
 }
 LATER = "not tool_finds_nothing and not every_module_has_its_test_file"  # a test file comes with the addition

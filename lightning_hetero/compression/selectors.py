@@ -2,7 +2,7 @@
 
 All return ascending numbers, each once, never more than ``k``, none with a score of 0. ``"exact"`` and ``"histogram"``
 take at least 95 % of the mass of the exact top-k in every step. With ``"sample"``, that depends on the sample, and
-``"aimd"`` is the paper's controller, which falls behind under error feedback (``tests/compression/test_selectors.py``).
+``"aimd"`` is the paper's controller, which falls behind under error feedback (``tests/kernels/test_messages.py``).
 """
 
 from collections.abc import Callable

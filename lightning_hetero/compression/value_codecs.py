@@ -1,7 +1,7 @@
 """Values of blocks on the wire: float32, bfloat16, or int8 with one bfloat16 scale per block.
 
 ``decode(encode(v))`` is what the receivers add; ``v - decode(encode(v))`` returns to the residual. In float32 that
-difference is exact, so rounding loses nothing (``tests/compression/test_value_codecs.py``).
+difference is exact, so rounding loses nothing (``tests/kernels/test_messages.py``).
 """
 
 from collections.abc import Callable

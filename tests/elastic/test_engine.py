@@ -1,6 +1,6 @@
-"""The engine with no trainer: a plain training loop of torch, as Fabric and Accelerate users can write it."""
+"""The elastic engine with no trainer: loops of one's own, what a merge makes of replicas, resumes, refusals."""
 
-from types import SimpleNamespace
+import logging
 
 import numpy as np
 import pytest
@@ -10,15 +10,26 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_hetero.comm import PlanMismatchError
-from lightning_hetero.core.merging.rules import MERGES, AdaptiveMerge
+from lightning_hetero.core.merging.batch_scaling import scale_batch_sizes
+from lightning_hetero.core.merging.rules import MERGES
 from lightning_hetero.core.merging.settings import AdaptiveSettings
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.elastic import ElasticConfig, ElasticEngine, Replica
-from tests.helpers import Points, run_ranks
+from tests.helpers import Points
+from tests.ranks import run_ranks
+
+# loops of one's own
+
+
+def leave(engine):
+    """Wait for the others; end the thread that asks the job's store."""
+    dist.barrier()
+    engine.dispatcher.close()
 
 
 def _torch():
-    dist.init_process_group("gloo")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     return lambda loader: loader, torch.Tensor.backward
 
 
@@ -35,6 +46,10 @@ def _accelerate():
 
     accelerator = Accelerator(cpu=True)
     return lambda loader: loader, accelerator.backward
+
+
+def _loops(rank, merges, front_end):
+    return [_loop(rank, merge, front_end) for merge in merges]
 
 
 def _loop(rank, merge, front_end):
@@ -56,147 +71,33 @@ def _loop(rank, merge, front_end):
             optimizer.step()
             seen += indices.tolist()
             engine.end_batch()
-    dist.barrier()
-    return seen, model.weight.detach().numpy(), len(engine.merges)
+    leave(engine)
+    return seen, model.weight.detach().numpy(), engine.merges, engine.steps_done()
 
 
-def check_loop(merge, front_end):
-    results = run_ranks(_loop, 2, merge, front_end)
-    assert sorted(i for seen, *_ in results for i in seen) == sorted([*range(30)] * 2)
-    np.testing.assert_array_equal(results[0][1], results[1][1])
-    assert results[0][2] == results[1][2] == 6
+def check_loop(*merges, front_end=_torch):
+    """Every sample once in each epoch, equal models, three merges in each epoch: of 12, 12 and 6 samples."""
+    first, second = run_ranks(_loops, 2, merges, front_end)
+    for (seen, weights, records, steps), (theirs, other, same, _) in zip(first, second, strict=True):
+        assert sorted([*seen, *theirs]) == sorted([*range(30)] * 2)
+        np.testing.assert_array_equal(weights, other)
+        assert records == same
+        assert [(one.epoch, one.position) for one in records] == [(e, p) for e in (0, 1) for p in (12, 24, 30)]
+        assert [sum(one.samples) for one in records] == [12, 12, 6] * 2
+        assert steps == 10
 
 
-@pytest.mark.parametrize("merge", sorted(MERGES))
-def test_a_plain_training_loop(merge):
-    check_loop(merge, _torch)
+def test_a_plain_training_loop_with_every_rule():
+    check_loop(*MERGES)
 
 
 @pytest.mark.parametrize("front_end", [_fabric, _accelerate])
 def test_a_loop_of_fabric_or_accelerate(front_end):
     """Their launch, loaders and backward; the model is not prepared, since that would average gradients."""
-    check_loop("adaptive", front_end)
+    check_loop("adaptive", front_end=front_end)
 
 
-def _epoch(rank, config, epoch, weight=None, state=None):
-    """Four mega-batches of one local update each, which add rank + 1: begins and ends of each, weights, the state."""
-    engine, model = ElasticEngine(config, rank=rank, world_size=2), nn.Linear(1, 1, bias=False, dtype=torch.float64)
-    if state is not None:
-        engine.load_state_dict(state)
-        nn.init.constant_(model.weight, weight)
-    engine.attach(model)
-    sampler, begins, ends = engine.shard(PermutationStream(16, shuffle=False, seed=0), batch_size=2), [], []
-    sampler.set_epoch(epoch)
-    for _ in sampler:
-        engine.begin_batch()
-        begins.append(model.weight.item())
-        with torch.no_grad():
-            model.weight.add_(rank + 1.0)
-        engine.end_batch()
-        ends.append(model.weight.item())
-    return begins, ends, engine.merges[0].weights, engine.state_dict()
-
-
-PAPERS = {"momentum": 0.9}
-
-
-def _resume_with_another_rule(rank):
-    dist.init_process_group("gloo")
-    found = {}
-    for before in MERGES:
-        _, ends, _, state = _epoch(rank, ElasticConfig(before, mega_batch_size=4, settings=PAPERS), 0)
-        for after in MERGES:
-            resumed = _epoch(rank, ElasticConfig(after, mega_batch_size=4, settings=PAPERS), 1, ends[-1], state)
-            found[before, after] = ends, *resumed[:3]
-    dist.barrier()
-    return found
-
-
-def test_a_resume_with_another_rule_takes_over_what_both_use():
-    """Replicas keep their distance from CROSSBOW to CROSSBOW only; momentum goes on where both rules have it."""
-    first, second = run_ranks(_resume_with_another_rule, 2)
-    for (before, after), (saved, begins, ends, weights) in first.items():
-        assert ends == second[before, after][2]
-        own = begins[0], second[before, after][1][0]
-        assert (own == (saved[-1], saved[-1])) is not (before == after == "crossbow")
-        merged = weights[0] * (own[0] + 1) + weights[1] * (own[1] + 2)
-        if MERGES[before].momentum and MERGES[after].momentum:
-            merged += 0.9 * (saved[-1] - saved[-2])
-        assert ends[0] == pytest.approx(merged)
-
-
-def _merge_twice(rank, merge, weights):
-    dist.init_process_group("gloo")
-    model = nn.Linear(3, 1, bias=False, dtype=torch.float64)
-    with torch.no_grad():
-        model.weight.fill_(1.0)
-    replica = Replica(model, MERGES[merge], momentum=0.5, world_size=2)
-    replica.synchronize()
-    history = []
-    for _ in range(2):
-        replica.resume()
-        with torch.no_grad():
-            model.weight.add_(rank + 1.0)  # what rank 0 and 1 learn
-        own = model.weight[0, 0].item()
-        replica.merge(weights[rank], share=0.5, diverged=False)
-        history.append((own, model.weight[0, 0].item()))
-    replica.resume()
-    dist.barrier()
-    return history, model.weight[0, 0].item()
-
-
-@pytest.mark.parametrize("merge", sorted(MERGES))
-def test_merges_are_the_printed_equations(merge):
-    """Two merges by hand: ``w' = sum alpha_i w_i + gamma (w - w_p)``; CROSSBOW keeps half of a distance."""
-    rule, weights = MERGES[merge], (0.25, 0.75) if merge == "adaptive" else (0.5, 0.5)
-    results = run_ranks(_merge_twice, 2, merge, weights)
-    model = previous = 1.0
-    replicas = [1.0, 1.0]
-    for turn in range(2):
-        replicas = [replicas[0] + 1.0, replicas[1] + 2.0]
-        merged = weights[0] * replicas[0] + weights[1] * replicas[1]
-        merged += 0.5 * (model - previous) if rule.momentum else 0.0
-        for rank, (history, _) in enumerate(results):
-            assert history[turn] == (pytest.approx(replicas[rank]), pytest.approx(merged))
-        pull = 0.5 if rule.elastic else 1.0
-        replicas = [w - pull * (w - model) if rule.elastic else merged for w in replicas]
-        previous, model = model, merged
-    assert [last for _, last in results] == pytest.approx(replicas)
-
-
-def _merge_buffers(rank, shares):
-    dist.init_process_group("gloo")
-    model = nn.BatchNorm1d(1)
-    replica = Replica(model, MERGES["mean"], momentum=0.0, world_size=2)
-    replica.synchronize()
-    model.running_mean.fill_(rank + 1.0)
-    model.num_batches_tracked.fill_(5 - rank)
-    replica.merge(0.5, share=shares[rank], diverged=False)
-    dist.barrier()
-    return model.running_mean.item(), model.num_batches_tracked.item()
-
-
-def test_running_statistics_are_means_and_counters_the_largest():
-    assert run_ranks(_merge_buffers, 2, (0.25, 0.75)) == [(1.75, 5)] * 2
-
-
-def _diverges(rank):
-    dist.init_process_group("gloo")
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, 3.0)
-    replica = Replica(model, MERGES["crossbow"], momentum=0.0, world_size=2)
-    replica.synchronize()
-    nn.init.constant_(model.weight, 4.0 if rank == 0 else float("nan"))
-    replica.merge(1.0 - rank, share=1.0 - rank, diverged=rank == 1)
-    merged = model.weight.item()
-    replica.resume()
-    dist.barrier()
-    return merged, model.weight.item()
-
-
-def test_a_replica_of_crossbow_that_diverged_begins_anew_where_it_came_from():
-    """Rank 0 keeps half of its distance; of rank 1's there is nothing to keep."""
-    assert run_ranks(_diverges, 2) == [(4.0, 3.5), (4.0, 3.0)]
+# epochs, and a run that goes on
 
 
 def alone(merge="adaptive", state=None, samples=11, batch_size=4, **more):
@@ -214,8 +115,10 @@ def epoch_of(engine, sampler, epoch=0):
     seen = []
     for batch in sampler:
         engine.begin_batch()
+        assert not engine.diverged
         seen += batch
         engine.end_batch()
+    assert engine.epoch_over
     return seen
 
 
@@ -228,107 +131,380 @@ def test_an_epoch_has_as_many_samples_as_it_is_told(more, samples):
     engine, sampler = alone(**more)
     assert epoch_of(engine, sampler) == list(range(samples))
     assert engine.epoch_samples == samples
-    assert engine.steps_done() == len(sampler) == -(-samples // 4)
-
-
-def test_data_for_fewer_batches_than_there_are_workers_are_refused():
-    with pytest.raises(ValueError, match="1 samples .* cannot give each of 1 workers a batch"):
-        alone(samples=1, least=2)
+    assert engine.steps_done() == engine.steps_per_epoch == len(sampler) == -(-samples // 4)
+    assert epoch_of(engine, sampler, 1) == list(range(samples))
+    assert engine.steps_done() == 2 * engine.steps_per_epoch
 
 
 @pytest.mark.parametrize(
     ("merge", "before", "batch_size", "least", "after"),
     [
-        ("adaptive", 6, 8, 1, 6),
-        ("adaptive", 16, 8, 1, 8),  # the loader's batches are smaller now
-        ("adaptive", 1, 8, 2, 2),  # there is a batch normalisation now
-        ("adaptive", 1, 1, 2, 1),
-        ("mean", 4, 8, 1, 8),  # a rule that scales no sizes
+        ("adaptive", [6], 8, 1, 6),
+        ("adaptive", [16], 8, 1, 8),  # the loader's batches are smaller now
+        ("adaptive", [1], 8, 2, 2),  # there is a batch normalisation now
+        ("adaptive", [1], 1, 2, 1),
+        ("adaptive", [5, 6], 8, 1, 8),  # there were other ranks
+        ("mean", [4], 8, 1, 8),  # a rule that scales no sizes
     ],
 )
 def test_batch_sizes_of_a_checkpoint_count_within_the_bounds_that_hold_now(merge, before, batch_size, least, after):
-    engine, _ = alone(merge, {"batch_sizes": [before]}, batch_size=batch_size, least=least)
+    state = {"batch_sizes": before, "replicas": [{} for _ in before]}
+    engine, _ = alone(merge, state, batch_size=batch_size, least=least)
     assert engine.batch_sizes == (after,)
     assert engine.lr_factor == after / batch_size
 
 
 def test_a_run_goes_on_where_it_was_saved_and_the_next_epoch_at_its_begin():
     engine, sampler = alone(state={"position": [0, 4]})
+    assert engine.position == (0, 4)
     assert epoch_of(engine, sampler) == list(range(4, 11))
     assert engine.state_dict()["position"] == [1, 0]
     assert epoch_of(engine, sampler, 1) == list(range(11))
 
 
-def test_a_model_that_is_attached_later_takes_nothing_of_the_checkpoint():
-    """As in another fit of the same run."""
-    engine, _ = alone("crossbow", {"replicas": [{"weight": torch.ones(1, 1)}]})
-    assert "weight" in engine.state_dict()["replicas"][0]
+@pytest.mark.parametrize(("step", "position"), [((0, 2), (0, 8)), ((1, 1), (1, 4)), ((0, 9), (0, 11))])
+def test_a_run_goes_on_after_a_step_of_a_synchronous_one(step, position):
+    engine = ElasticEngine(ElasticConfig(mega_batch_size=4), rank=0, world_size=1)
+    engine.resume_at(*step)
     engine.attach(nn.Linear(1, 1))
-    assert engine.state_dict()["replicas"] == [{}]
+    engine.shard(PermutationStream(11, shuffle=False, seed=0), 4)
+    assert engine.position == position
+    assert engine.steps_done() == 3 * step[0] + min(step[1], 3)
 
 
-def test_each_batch_waits_for_the_device_and_begins_with_a_replica_that_is_well():
-    engine, sampler = alone()
-    ends = []
-    engine.pace = SimpleNamespace(end_batch=lambda: ends.append(engine.diverged))
-    engine.diverged = True
-    epoch_of(engine, sampler)
-    assert ends == [False] * 3
-
-
-def _perturbed(rank):
-    """Weights that do not sum to 1, as perturbed ones may not."""
-    dist.init_process_group("gloo")
-    AdaptiveMerge.weights = lambda *given: SimpleNamespace(weights=(1.0, 3.0), perturbed=True)
-    model, engine = nn.BatchNorm1d(1), ElasticEngine(ElasticConfig(mega_batch_size=4), rank=rank, world_size=2)
+def _epoch(rank, merge, epoch, weight=None, state=None):
+    """Four mega-batches of one local update each, which add rank + 1: begins and ends of each, weights, the state."""
+    config = ElasticConfig(merge, mega_batch_size=4, settings={"momentum": 0.9})
+    engine, model = ElasticEngine(config, rank=rank, world_size=2), nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    if state is not None:
+        engine.load_state_dict(state)
+        nn.init.constant_(model.weight, weight)
     engine.attach(model)
-    for _ in engine.shard(PermutationStream(4, shuffle=False, seed=0), 2):
+    sampler, begins, ends = engine.shard(PermutationStream(16, shuffle=False, seed=0), batch_size=2), [], []
+    sampler.set_epoch(epoch)
+    for _ in sampler:
+        engine.begin_batch()
+        begins.append(model.weight.item())
+        with torch.no_grad():
+            model.weight.add_(rank + 1.0)
+        engine.end_batch()
+        ends.append(model.weight.item())
+    result = begins, ends, engine.merges[0].weights, engine.state_dict()
+    leave(engine)
+    return result
+
+
+def _resumed(rank):
+    dist.init_process_group("gloo")
+    found = {}
+    for before in MERGES:
+        _, ends, _, state = _epoch(rank, before, 0)
+        for after in MERGES:
+            found[before, after] = ends, *_epoch(rank, after, 1, ends[-1], state)[:3]
+    return found
+
+
+def test_a_resume_with_another_rule_takes_over_what_both_use():
+    """Replicas keep their distance from CROSSBOW to CROSSBOW only; momentum goes on where both rules have it."""
+    first, second = run_ranks(_resumed, 2)
+    for (before, after), (saved, begins, ends, weights) in first.items():
+        assert ends == second[before, after][2]
+        own = begins[0], second[before, after][1][0]
+        assert (own == (saved[-1], saved[-1])) is not (before == after == "crossbow")
+        merged = weights[0] * (own[0] + 1) + weights[1] * (own[1] + 2)
+        if MERGES[before].momentum and MERGES[after].momentum:
+            merged += 0.9 * (saved[-1] - saved[-2])
+        assert ends[0] == pytest.approx(merged)
+
+
+# what a merge makes of replicas
+
+
+def replica_of(model, merge, momentum=0.0):
+    replica = Replica(model, MERGES[merge], momentum=momentum, world_size=2)
+    replica.synchronize()
+    return replica
+
+
+def _merge_twice(rank, merge, weights):
+    model = nn.Linear(3, 1, bias=False, dtype=torch.float64)
+    nn.init.ones_(model.weight) if rank == 0 else None
+    replica, history = replica_of(model, merge, momentum=0.5), []
+    for _ in range(2):
+        replica.resume()
+        with torch.no_grad():
+            model.weight.add_(rank + 1.0)  # what rank 0 and 1 learn
+        own = model.weight[0, 0].item()
+        replica.merge(weights[rank], share=0.5, diverged=False)
+        history.append((own, model.weight[0, 0].item()))
+    replica.resume()
+    return history, model.weight[0, 0].item()
+
+
+def _buffers(rank):
+    """Statistics by shares that sum to 1, the largest count; a frozen tensor is averaged only if ranks differ in it."""
+    model = nn.BatchNorm1d(1)
+    model.frozen, model.teacher = (nn.Parameter(torch.full((2,), 0.1), requires_grad=False) for _ in range(2))
+    replica = replica_of(model, "mean")
+    model.running_mean.fill_(rank + 1.0)
+    model.num_batches_tracked.fill_(5 - rank)
+    model.teacher.data.fill_(rank + 1.0)
+    replica.merge(0.5, share=(0.25, 0.75)[rank], diverged=False)
+    means = model.running_mean.item(), model.num_batches_tracked.item(), model.teacher.tolist()
+    return *means, torch.equal(model.frozen, torch.full((2,), 0.1))
+
+
+def _diverges(rank):
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 3.0)
+    replica = replica_of(model, "crossbow")
+    nn.init.constant_(model.weight, 4.0 if rank == 0 else float("nan"))
+    assert np.isfinite(replica.norm()) == (rank == 0)
+    replica.merge(1.0 - rank, share=1.0 - rank, diverged=rank == 1)
+    merged = model.weight.item()
+    replica.resume()
+    return merged, model.weight.item()
+
+
+def _merges(rank):
+    dist.init_process_group("gloo")
+    found = {
+        "buffers": _buffers(rank),
+        "diverges": _diverges(rank),
+    }
+    for merge in MERGES:
+        found[merge] = _merge_twice(rank, merge, (0.25, 0.75) if MERGES[merge].scales else (0.5, 0.5))
+    dist.barrier()
+    return found
+
+
+def test_merges_are_the_printed_equations():
+    """Two merges by hand: ``w' = sum alpha_i w_i + gamma (w - w_p)``; CROSSBOW keeps half of a distance."""
+    results = run_ranks(_merges, 2)
+    for merge, rule in MERGES.items():
+        weights = (0.25, 0.75) if rule.scales else (0.5, 0.5)
+        model = previous = 1.0
+        replicas = [1.0, 1.0]
+        for turn in range(2):
+            replicas = [replicas[0] + 1.0, replicas[1] + 2.0]
+            merged = weights[0] * replicas[0] + weights[1] * replicas[1]
+            merged += 0.5 * (model - previous) if rule.momentum else 0.0
+            for rank, found in enumerate(results):
+                assert found[merge][0][turn] == pytest.approx((replicas[rank], merged)), merge
+            replicas = [w - 0.5 * (w - model) if rule.elastic else merged for w in replicas]
+            previous, model = model, merged
+        assert [found[merge][1] for found in results] == pytest.approx(replicas)
+    assert [found["buffers"] for found in results] == [(1.75, 5, [1.75, 1.75], True)] * 2
+    # a replica of CROSSBOW that diverged begins anew where it came from: there is nothing of it to keep
+    assert [found["diverges"] for found in results] == [(4.0, 3.5), (4.0, 3.0)]
+
+
+def _unequal(rank):
+    """Mega-batches of three batches, the third of which rank 0 claims; in the second, rank 1's replica diverges."""
+    dist.init_process_group("gloo")
+    store, model = dist.distributed_c10d._get_default_store(), nn.BatchNorm1d(1)
+    engine = ElasticEngine(ElasticConfig(mega_batch_size=24, settings={"beta": 4.0}), rank=rank, world_size=2)
+    engine.attach(model)
+    sampler, found = engine.shard(PermutationStream(72, shuffle=False, seed=0), batch_size=8), []
+    for _ in sampler:
+        merges = len(engine.merges)
         engine.begin_batch()
         model.running_mean.fill_(rank + 1.0)
-        engine.end_batch()
-    dist.barrier()
-    return model.running_mean.item()
+        if merges == 1:
+            nn.init.constant_(model.weight, float("nan") if rank else 2.0)
+            engine.request_end() if rank else None
+        if rank == 1:
+            store.get(f"rank 0 has claimed in {merges}")
+        record = engine.end_batch()
+        if rank == 0:
+            store.set(f"rank 0 has claimed in {merges}", "")
+        if record is not None:
+            found.append((record, engine.batch_sizes, engine.diverged, model.running_mean.item(), model.weight.item()))
+    leave(engine)
+    return found
 
 
-def test_buffers_are_means_whatever_the_weights_sum_to():
-    assert run_ranks(_perturbed, 2) == [1.75] * 2
+def test_batch_sizes_follow_updates_and_a_replica_that_diverged_is_left_out():
+    first, second = run_ranks(_unequal, 2)
+    records = [one[0] for one in first]
+    assert records == [one[0] for one in second]
+    assert (records[0].updates, records[0].samples) == ((2, 1), (16, 8))
+    assert records[0].perturbed is False
+    sizes = scale_batch_sizes((8, 8), (2, 1), AdaptiveSettings(8, beta=4.0))
+    assert first[0][1] == second[0][1] == records[1].batch_sizes == sizes != (8, 8)
+    assert first[0][3] == pytest.approx((2 * 1 + 1 * 2) / 3), "means of statistics have the weights of the replicas"
+    assert [record.lost for record in records] == [(), (1,), ()]
+    assert [record.end for record in records] == [False, True, True]
+    assert [one[2] for one in first] == [False] * 3
+    assert [one[2] for one in second] == [False, True, False]
+    moved = 0.9 * (first[0][4] - 1.0)
+    assert first[1][4] == second[1][4] == pytest.approx(2.0 + moved)
+    assert sum(sum(record.samples) for record in records) == 72
 
 
-def _differ(rank, how):
+# the momentum of the global model
+
+
+def sgd(**arguments):
+    return torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1, **arguments)
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Keeps averaged weights and exchanges them, as the optimizers of schedulefree do."""
+
+    def train(self):
+        pass
+
+    def eval(self):
+        pass
+
+
+OPTIMIZERS = {
+    "plain": lambda: [sgd()],
+    "momentum": lambda: [sgd(momentum=0.5)],
+    "Adam": lambda: [torch.optim.Adam([nn.Parameter(torch.zeros(2))])],
+    "momentum in one group": lambda: [
+        torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(2))], **m} for m in ({}, {"momentum": 0.5})], lr=0.1)
+    ],
+    "none": list,
+}
+MOMENTA = [  # optimizers, the momentum that is given, the one that is taken
+    *((kind, None, 0.9 if kind == "plain" else 0.0) for kind in OPTIMIZERS),
+    ("Adam", 0.5, 0.5),
+    ("plain", 0.0, 0.0),
+]
+
+
+def _moves(rank):
+    """Where the global model is after each of three merges; every replica moves by 1 in each mega-batch."""
     dist.init_process_group("gloo")
-    config = ElasticConfig("mean" if how == "settings" and rank else "elastic")
-    engine = ElasticEngine(config, rank=rank, world_size=2)
-    engine.shard(PermutationStream(300, shuffle=True, seed=rank if how == "data" else 0), batch_size=2)
+    log, told, found = logging.getLogger("lightning_hetero"), [], []
+    log.addFilter(lambda record: told.append(record.getMessage()) or True)
+    log.setLevel("INFO")
+    for kind, momentum, _ in MOMENTA:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        settings = {} if momentum is None else {"momentum": momentum}
+        engine = ElasticEngine(ElasticConfig("elastic", mega_batch_size=4, settings=settings), rank=rank, world_size=2)
+        engine.attach(model, OPTIMIZERS[kind]())
+        places = []
+        for _ in engine.shard(PermutationStream(12, shuffle=False, seed=0), batch_size=2):
+            engine.begin_batch()
+            with torch.no_grad():
+                model.weight.add_(1.0)
+            engine.end_batch()
+            places.append(model.weight.item())
+        found.append((places, [line for line in told if "momentum" in line]))
+        told.clear()
+        leave(engine)
+    return found
 
 
-@pytest.mark.parametrize("how", ["settings", "data"])
-def test_ranks_that_differ_are_told(how):
-    errors = run_ranks(_differ, 2, how, expect_errors=True)
-    assert [kind for _, kind, _ in errors] == [PlanMismatchError.__name__] * 2
+def test_the_papers_momentum_is_for_sgd_without_any_and_rank_0_says_so():
+    """w' = w + 1 + gamma (w - w_p)."""
+    first, second = run_ranks(_moves, 2)
+    for (_, given, expected), (places, said), (_, nothing) in zip(MOMENTA, first, second, strict=True):
+        before = now = 0.0
+        for place in places:
+            before, now = now, now + 1 + expected * (now - before)
+            assert place == pytest.approx(now)
+        assert ([len(said), len(nothing)]) == [int(given is None), 0]
+        assert all(f"momentum={expected:g}" in line for line in said)
 
 
-def test_a_batch_drawn_ahead_is_refused():
+# refusals
+
+
+def _layers(odd):
+    names = {"first": nn.Linear(3, 4), "second": nn.Linear(4, 2)}
+    if odd == "shape":
+        names["second"] = nn.Linear(4, 3)
+    if odd == "order":
+        names = dict(reversed(names.items()))
+    if odd == "more":
+        names["third"] = nn.Linear(2, 2)
+    if odd == "type":
+        names["second"] = nn.Linear(4, 2, dtype=torch.float64)
+    if odd == "buffer":
+        names["second"].register_buffer("count", torch.zeros(3))
+    return nn.ModuleDict(names)
+
+
+DIFFER = {  # what rank 1 has, and what each rank is told
+    "shape": "second.weight [3, 4]",
+    "order": "second.weight [2, 4]",
+    "more": "third.weight [2, 2]",
+    "type": "float64",
+    "buffer": "second.count [3]",
+    "settings": "settings",
+    "data": "data",
+    "batch": "batch_size=4",
+    "momentum": "momentum",
+}
+
+
+def _differ(rank):
+    dist.init_process_group("gloo")
+    found = {}
+    for what in DIFFER:
+        odd = rank == 1
+        try:
+            config = ElasticConfig("mean" if what == "settings" and odd else "elastic", mega_batch_size=16)
+            engine = ElasticEngine(config, rank=rank, world_size=2)
+            engine.attach(_layers(what if odd else None), [sgd(momentum=0.5 * (what == "momentum" and odd))])
+            stream = PermutationStream(300, shuffle=True, seed=int(what == "data" and odd))
+            engine.shard(stream, batch_size=4 if what == "batch" and odd else 2)
+            leave(engine)
+        except PlanMismatchError as error:
+            found[what] = str(error)
+            if what != "settings":  # else there is no engine
+                leave(engine)
+    torch.manual_seed(rank)
+    engine, model = ElasticEngine(ElasticConfig(), rank=rank, world_size=2), _layers(None)
+    engine.attach(model)
+    leave(engine)
+    return found, [p.tolist() for p in model.parameters()]
+
+
+def test_ranks_that_differ_are_told_in_what_and_values_are_rank_0s():
+    (first, model), (second, other) = run_ranks(_differ, 2)
+    assert {what: DIFFER[what] in text for what, text in first.items()} == dict.fromkeys(DIFFER, True)
+    assert first == second
+    torch.manual_seed(0)
+    assert model == other == [p.tolist() for p in _layers(None).parameters()]
+
+
+def test_calls_out_of_order_and_what_cannot_be_merged_are_refused():
     engine = ElasticEngine(ElasticConfig(), rank=0, world_size=1)
-    engine.attach(nn.Linear(1, 1))
+    for call, says in (
+        (engine.end_batch, "no batch"),
+        (engine.begin_batch, "attach"),
+        (lambda: engine.follow([sgd()]), "attach"),
+        (lambda: engine.epoch_samples, "shard"),
+    ):
+        with pytest.raises(RuntimeError, match=says):
+            call()
+    with pytest.raises(ValueError, match="ScheduleFree"):
+        engine.attach(nn.Linear(1, 1), [ScheduleFree([nn.Parameter(torch.zeros(2))], lr=0.1)])
     batches = iter(engine.shard(PermutationStream(300, shuffle=False, seed=0), batch_size=2))
     next(batches)
     with pytest.raises(RuntimeError, match="num_workers=0"):
         next(batches)
 
 
-def test_calls_out_of_order_are_refused():
-    engine = ElasticEngine(ElasticConfig(), rank=0, world_size=1)
-    with pytest.raises(RuntimeError, match="no batch drawn"):
-        engine.end_batch()
-    with pytest.raises(RuntimeError, match="call attach"):
-        engine.begin_batch()
-
-
-def test_perturbation_moves_the_merged_model():
-    """With weights that are perturbed the model is another one than without: the decision reaches the parameters."""
-    settings = AdaptiveSettings(8, renormalize=False)
-    found = MERGES["adaptive"].weights((8, 8), (3, 1), (0.01, 0.01), settings)
-    plain = MERGES["adaptive"].weights((8, 8), (3, 1), (0.5, 0.5), settings)
-    first, second = (run_ranks(_merge_twice, 2, "adaptive", w.weights)[0][0] for w in (found, plain))
-    assert first[0][1] == pytest.approx(2 * 0.825 + 3 * 0.225)
-    assert second[0][1] == pytest.approx(2 * 0.75 + 3 * 0.25)
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: alone(samples=1, least=2), "1 samples"),
+        (lambda: alone(samples=3, drop_last=True), "3 samples"),
+        (lambda: ElasticConfig("median"), "merge='median'"),
+        (lambda: ElasticConfig(mega_batch_size=8, mega_batch_batches=2), "mega_batch_batches=2"),
+        (lambda: ElasticConfig(mega_batch_size=0), "mega_batch_size=0"),
+        (lambda: ElasticConfig(settings={"momentum": 1.0}), "momentum=1.0"),
+        (lambda: ElasticConfig(mega_batch_size=8).samples(4, 3), "mega_batch_size=8"),
+        (lambda: ElasticConfig(mega_batch_batches=2).samples(4, 3), "mega_batch_batches=2"),
+    ],
+)
+def test_what_is_out_of_range_is_named(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()

@@ -14,8 +14,8 @@ import torch
 from tests.gpu.common import ranks
 from tests.gpu.outcome import NotHere
 
-FILES = ("tests/compression/triton_gpu/interpreted.py", "tests/optim/sparse/interpreted.py")
-FEW = "(a_step_is_that_of_the_reference and int8) or without_elements"
+FILES = ("tests/kernels/interpreted.py",)
+FEW = "(a_step_is_the_definitions and int8) or (tried_before_training and sgd)"
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 LOOP = """
 import torch, triton, triton.language as tl

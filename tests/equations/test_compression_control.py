@@ -1,0 +1,361 @@
+"""When compression pays and at which density (S eq. 1-6, Alg. 1), against transcriptions and trying everything."""
+
+import json
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.compression import MessageFormat
+from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.compression.auto import Computing, LinkMeasurement, choose_density, pack_bytes
+from lightning_hetero.core.compression.bayesian_search import (
+    ConvergenceSurrogate,
+    ProfilePenalty,
+    profile_convergence,
+)
+from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile
+from lightning_hetero.core.compression.density_search import SearchSettings, best_densities
+from lightning_hetero.core.compression.objective import (
+    PenaltySettings,
+    assumed_penalty,
+    minimise_time_to_accuracy,
+    time_to_accuracy,
+)
+from lightning_hetero.core.compression.settings import (
+    COMPRESSORS,
+    Automatic,
+    BlockTopK,
+    HalfPrecision,
+    blocks_per_rank,
+    parse_compression,
+)
+from lightning_hetero.core.observations import StepObservations
+
+# compression="auto"
+
+SECONDS = st.floats(0.0, 10.0)
+DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.1)
+
+
+@given(
+    measured=st.builds(
+        LinkMeasurement,
+        latency=SECONDS,
+        rate=st.floats(1e3, 1e12),
+        encode=SECONDS,
+        world_size=st.integers(2, 64),
+        numel=st.integers(1, 10**10),
+    ),
+    densities=st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=6),
+    values=st.sampled_from(["float32", "bfloat16", "int8"]),
+    computing=st.builds(
+        lambda whole, begun, last: Computing(whole, begun * whole, last), SECONDS, *[st.floats(0, 1)] * 2
+    ),
+    stale=st.booleans(),
+)
+def test_the_choice_has_the_least_time_to_accuracy(measured, densities, values, computing, stale):
+    """``(1 + g) T`` over all candidates, dense sums included, but for the 5 % by which compression has to gain."""
+    n, whole = measured.world_size, computing.whole
+    per_block = {"float32": 64, "bfloat16": 32, "int8": 18}[values] + 2
+
+    def objective(density):
+        blocks = measured.numel / 16 * density / (n if density < 1 else 1)
+        message = measured.latency + (n - 1) * blocks * per_block / measured.rate
+        ready = whole + measured.encode
+        return (max(ready, message) if stale else ready + message) * (1 + 0.1 * np.log10(1 / density))
+
+    exchange = 2 * (n - 1) * (measured.latency + measured.numel * 4 / n / measured.rate)
+    dense = max(whole, exchange)
+    if not stale:
+        dense = max(whole + computing.last * exchange, computing.begun + exchange)
+    least = min(map(objective, densities))
+    choice = choose_density(measured, densities, values, computing=computing, stale=stale)
+    assert choice.dense_seconds == pytest.approx(dense)
+    if choice.density is None:
+        assert 1.05 * least >= dense * (1 - 1e-9)
+    else:
+        assert objective(choice.density) == pytest.approx(least)
+        assert 1.05 * least <= dense * (1 + 1e-9)
+
+
+def test_thin_links_are_compressed_thick_ones_are_not_and_the_log_says_so():
+    found = [
+        choose_density(LinkMeasurement(1e-3, rate, 0.02, 4, 25_000_000), DENSITIES) for rate in (1e7, 1e8, 1e9, 1e11)
+    ]
+    densities = [choice.density or np.inf for choice in found]
+    assert densities == sorted(densities)
+    assert densities[1] < np.inf == densities[3]
+    assert f"density {densities[0]:g}" in found[0].describe()
+    assert found[3].describe().startswith("dense sums")
+    large = LinkMeasurement(1e-3, 1.25e6, 1e-3, 2, 200_000)
+    hidden = choose_density(large, DENSITIES, computing=Computing(0.02, 0.01, 0.2), stale=True)
+    assert hidden.density == 0.1, "the densest message that hides"
+
+
+def test_computing_is_the_slowest_workers():
+    """``a + P``, ``a + gamma P`` and the share of an all-reduce that no backward pass hides; medians over steps."""
+    ones = np.ones((3, 2)) * [1.0, 2.0]
+    seen = StepObservations(8 * ones, 0.1 * ones, 0.4 * ones, 0.1 * ones, 0.3 * ones, 0.1 * ones, ones)
+    found = Computing.of(seen)
+    assert (found.whole, found.begun) == pytest.approx((1.0, 0.4))
+    assert found.last == pytest.approx(0.25)
+    assert Computing.of(StepObservations.empty(2)) == Computing(0.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("values", ["float32", "bfloat16", "int8"])
+def test_bytes_predicted_are_those_of_the_message(values):
+    form = MessageFormat(1_000_000, blocks_per_rank(1_000_000, 0.01, 2), 16, values)
+    assert pack_bytes(16_000_000, 0.01, 2, values) == pytest.approx(form.num_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("n", [1, 7, 1000, 5_500_000])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 64])
+def test_the_budget_is_k_over_n_rounded_up(n, world_size):
+    for density in (0.001, 0.01, 0.5):
+        k = blocks_per_rank(n, density, world_size)
+        assert 1 <= k <= n
+        assert k <= n * density / world_size + 1.001
+        assert k * world_size >= n * density - 1e-3 or k == n
+    assert blocks_per_rank(n, 1.0, world_size) == n
+    assert blocks_per_rank(1000, 0.01, 2) == 5, "not 6 by a rounding error"
+
+
+# the best density of a total batch
+
+STEP_TIMES = {32: 0.012, 64: 0.02, 128: 0.035, 256: 0.07, 512: 0.15}
+
+
+def penalty(density, total):
+    return 0.1 * -np.log10(density) + total / 1000
+
+
+def search(bandwidth, step_times=STEP_TIMES, stale=True, densities=(0.001, 0.01, 0.1, 1.0), penalty=penalty, **more):
+    return minimise_time_to_accuracy(
+        step_times, densities, transfer=lambda d: 4e6 * d / bandwidth, penalty=penalty, stale=stale, **more
+    )
+
+
+@pytest.mark.parametrize(("stale", "headroom"), [(True, 1.0), (True, 1.3), (False, 1.0)])
+@given(bandwidth=st.floats(1e5, 1e10))
+def test_the_search_is_as_good_as_trying_everything(stale, headroom, bandwidth):
+    """S eq. 5 under eq. 6: stale messages fit into a step; where every step waits for its own, times add up."""
+    found = search(bandwidth, stale=stale, headroom=headroom)
+    totals, computes = np.array(list(STEP_TIMES.items())).T[:, :, None]
+    density = np.geomspace(0.001, 1.0, 500)[None]
+    seconds = 4e6 * density / bandwidth
+    step = np.where(headroom * seconds <= computes, computes, np.inf) if stale else computes + seconds
+    best = ((1 + penalty(density, totals)) * step / totals).min()
+    if np.isfinite(best):
+        assert found.objective <= best * (1 + 2e-3)
+        assert not stale or headroom * found.transfer <= found.compute
+    else:
+        assert found.density == 0.001
+        assert found.communication_bound == (4e3 / bandwidth > found.compute)
+    step = max(found.compute, found.transfer) if stale else found.compute + found.transfer
+    assert (found.compute, found.transfer) == pytest.approx(
+        (STEP_TIMES[found.total_batch_size], 4e6 * found.density / bandwidth)
+    )
+    assert found.step_time == step
+    due = (1 + penalty(found.density, found.total_batch_size)) * step / found.total_batch_size
+    assert (
+        found.objective
+        == pytest.approx(due)
+        == pytest.approx(time_to_accuracy(found.total_batch_size, step, penalty(found.density, found.total_batch_size)))
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"step_times": {}}, "step_times"),
+        ({"densities": []}, "densities"),
+        ({"penalty": lambda d, x: np.full_like(d * x, -1.0)}, "penalty"),
+    ],
+)
+def test_a_search_without_anything_to_choose_from_is_refused(arguments, says):
+    with pytest.raises(ValueError, match=says):
+        search(1e6, **arguments)
+
+
+def test_what_a_density_is_assumed_to_cost(seed):
+    """10 % for each factor of ten, 0.3 steps for each step that blocks wait longer after a cut, half for staleness."""
+    rng = np.random.default_rng(seed)
+    density, present, steps = 10 ** rng.uniform(-3, 0), 10 ** rng.uniform(-3, 0), int(rng.integers(0, 1000))
+    for stale in (False, True):
+        due = 0.1 * np.log10(1 / density) + 0.3 * max(1 / density - 1 / present, 0) / max(steps, 1) + 0.5 * stale
+        assert assumed_penalty(density, present, steps, stale) == pytest.approx(due)
+    for name in ("per_decade", "stale", "cut_steps_per_waiting_step"):
+        with pytest.raises(ValueError, match=name):
+            PenaltySettings(**{name: -1.0})
+
+
+def test_each_row_has_the_density_that_brute_force_finds(seed):
+    """Sums of a growing and a falling power, as time and penalty are."""
+    rng = np.random.default_rng(seed)
+    up, down, weight = (rng.uniform(low, high, (40, 1)) for low, high in ((0.2, 1.5), (0.1, 1.0), (0.01, 30.0)))
+
+    def objective(density):
+        return weight * density**up + density**-down
+
+    fine = np.geomspace(0.001, 1.0, 20_001)[None, :]
+    best = fine[0, objective(fine).argmin(axis=1)]
+    np.testing.assert_allclose(best_densities(objective, [0.01, 1.0, 0.001, 0.1]), best, rtol=5e-3)
+
+
+def test_more_rounds_are_finer_and_what_no_later_round_beats_stays_the_best():
+    grid, errors = np.geomspace(0.001, 1.0, 49), []
+    for rounds in range(4):
+        settings = SearchSettings(rounds=rounds)
+        (found,) = best_densities(lambda d: np.abs(np.log(d / 0.0123)), grid, settings)
+        errors.append(abs(found / 0.0123 - 1.0))
+        assert (found in grid) == (rounds == 0)
+    assert errors == sorted(errors, reverse=True)
+    assert errors[2] < 1e-3
+    dip = best_densities(lambda d: np.where(d == 0.1, -1.0, np.abs(np.log(d / 0.12))), [0.01, 0.1, 0.5])
+    assert dip.tolist() == [0.1]
+    for settings in ({"points": 2}, {"rounds": -1}, {"points": 3.5}):
+        with pytest.raises((TypeError, ValueError), match=next(iter(settings))):
+            SearchSettings(**settings)
+
+
+# convergence profiles
+
+
+def truth(rate, total):
+    """Compression costs more the nearer it is to 1; the best batch is 100."""
+    return 0.05 * -np.log10(1 - rate + 1e-3) + 0.1 * np.log2(total / 100) ** 2
+
+
+def test_probes_tell_where_the_best_batch_is_at_every_rate():
+    """S Alg. 1: first what is compared with; rates at random, later batches where an improvement is expected."""
+    calls, saved, rng = [], [], np.random.default_rng(1)
+
+    def probe(rate, total, staleness):
+        calls.append((rate, total, staleness))
+        return 0.8 * (1 + truth(rate, total) * bool(staleness)) + 0.004 * rng.normal() * bool(staleness)
+
+    profile = profile_convergence(probe, min_total=20, max_total=500, probes=22, on_profile=saved.append)
+    assert calls[0] == (0.0, 260, 0)
+    assert profile.baseline == 0.8
+    assert {staleness for *_, staleness in calls[1:]} == {1}
+    assert [point[:2] for point in profile.points] == [call[:2] for call in calls[1:]]
+    assert all(20 <= total <= 500 and 0 <= rate < 1 for rate, total, _ in calls[1:])
+    assert [len(one.points) for one in saved] == list(range(1, 23))
+    assert np.mean([abs(np.log2(total / 100)) < 1 for _, total, _ in calls[-12:]]) > 0.9
+    assert np.histogram([rate for rate, *_ in calls[1:]], bins=4, range=(0, 1))[0].min() >= 2
+    surrogate, table = ConvergenceSurrogate(profile), ProfilePenalty(profile)
+    totals = np.unique(np.geomspace(20, 500, 40).round())
+    for rate in (0.1, 0.5, 0.9, 0.97):
+        mean, deviation = surrogate.predict(rate, totals)
+        assert truth(rate, totals[np.argmin(mean)]) < truth(rate, 100) + 0.03
+        assert (deviation > 0).all()
+        assert surrogate.extra_loss(rate, 100) == pytest.approx(truth(rate, 100), abs=0.04)
+        np.testing.assert_allclose(table(1 - rate, totals), mean, atol=0.02)
+    assert table(0.5, 10**6) == table(0.5, 500), "outside of what was tried, the nearest that was"
+
+
+def test_a_probe_that_diverges_is_a_bad_point_and_one_without_baseline_is_refused():
+    outcomes = iter([1.0, float("nan"), float("inf"), 1.5, 1e9, 1.2])
+    profile = profile_convergence(lambda *_: next(outcomes), min_total=8, max_total=64, probes=5)
+    assert [extra for *_, extra in profile.points] == pytest.approx([9.0, 9.0, 0.5, 9.0, 0.2])
+    for loss in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="loss"):
+            profile_convergence(lambda *_, loss=loss: loss, min_total=8, max_total=64)
+    for wrong in ({"min_total": 0}, {"max_total": 7}, {"probes": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            profile_convergence(lambda *_: 1.0, **{"min_total": 8, "max_total": 64, **wrong})
+
+
+PROFILE = ConvergenceProfile(16, 256, 0.7, ((0.5, 32, 0.1), (0.9, 64, 0.3)))
+AS_JSON = json.loads(PROFILE.to_json())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{", "[1]", "{}", "[" * 100_000),
+        *[
+            json.dumps({**AS_JSON, **change})
+            for change in (
+                {"points": [[0.5]]},
+                {"points": []},
+                {"points": [[2.0, 32, 0.1]]},
+                {"points": [[0.5, 8, 0.1]]},
+                {"format": 9},
+                {"baseline": 0},
+                {"max_total": 8},
+                {"baseline": 0.8},
+            )
+        ],
+    ],
+    ids=lambda text: text[:12],
+)
+def test_what_is_no_profile_is_refused_with_its_file(text, tmp_path):
+    path = tmp_path / "profile.json"
+    PROFILE.save(path)
+    assert ConvergenceProfile.load(path) == PROFILE
+    assert list(tmp_path.iterdir()) == [path]
+    path.write_text(text)
+    with pytest.raises(ValueError, match="profile.json"):
+        ConvergenceProfile.load(path)
+
+
+# settings
+
+
+@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize(
+    ("feature", "asked"),
+    [
+        ("hierarchy", {"hierarchy": [[0, 1], [2, 3]]}),
+        ("stale", {"staleness": 1}),
+        ("sparse_optimizer", {"sparse_optimizer": True}),
+    ],
+)
+def test_a_name_is_its_settings_and_supports_what_it_says(name, feature, asked):
+    settings, meant = COMPRESSORS[name]
+    assert parse_compression(name) == parse_compression(f"{name}()") == settings(**meant)
+    with nullcontext() if feature in settings.supports else pytest.raises(ValueError, match="compression="):
+        HeteroConfig(compression=name, **asked)
+
+
+def test_settings_in_a_string():
+    text = "block_topk(density=0.03, value_dtype='int8', selector='histogram')"
+    assert parse_compression(text) == BlockTopK(0.03, value_dtype="int8", selector="histogram")
+    assert parse_compression("auto(densities=[0.1, 0.01])") == Automatic((0.01, 0.1))
+    assert parse_compression(None) is None
+    with pytest.raises(ValueError, match="dtype='fp8'"):
+        HalfPrecision("fp8")
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        *((text, "compression=") for text in ("topk", "zip", "", "block_topk(0.03)", "block_topk(density=f(1))")),
+        *((text, "compression=") for text in ("(" * 10_000 + "block_topk", "-" * 100_000 + "block_topk")),
+        ("block_topk(density=" + "[" * 500 + "]" * 500 + ")", "compression="),
+        ("block_topk(share=1)", "share"),
+        ("fp16(dtype='bfloat16')", "dtype"),
+        ("block_topk(density=0)", "density=0"),
+        ("block_topk(density=1.5)", "density=1.5"),
+        ("block_topk(block=10)", "block=10"),
+        ("block_topk(block=256)", "block=256"),
+        ("block_topk(value_dtype='fp8')", "value_dtype="),
+        ("block_topk(selector='best')", "selector="),
+        ("block_topk(scores='equal')", "scores="),
+        ("block_topk(warmup_steps=-1)", "warmup_steps=-1"),
+        ("block_topk(dense_every=1)", "dense_every=1"),
+        ("powersgd(rank=0)", "rank=0"),
+        ("powersgd(start=1)", "start=1"),
+        ("auto(densities=())", "densities"),
+        ("auto(densities=(2.0,))", "density=2.0"),
+        *((other, "compression=") for other in (1, 0.01, True, ["block_topk"], BlockTopK)),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_is_wrong_in_a_setting_is_named(given, says):
+    with pytest.raises(ValueError if isinstance(given, str) else TypeError, match=says):
+        parse_compression(given)

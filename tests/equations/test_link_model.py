@@ -1,0 +1,369 @@
+"""The link that gradients cross: rates, latency, stale buckets, clusters, and when training waits for the network."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.core.link.bandwidth import BandwidthSettings, LinkEstimate
+from lightning_hetero.core.link.clusters import check_clusters, check_hierarchy, clusters_by_name, clusters_by_time
+from lightning_hetero.core.link.diagnosis import CommunicationBound, network_waits
+from lightning_hetero.core.link.message_link import MessageLink, without_messages
+from lightning_hetero.core.link.message_size import MessageSize
+from lightning_hetero.core.link.message_times import LatencySettings, MessageTimes
+from lightning_hetero.core.link.staleness import BucketTimes, StaleHysteresis, StaleSettings, choose_synchronous
+from lightning_hetero.core.observations import StepObservations
+
+# rates
+
+
+@given(st.floats(1e3, 1e10), st.floats(1e3, 1e10))
+def test_seconds_per_byte_are_averaged_and_a_slower_link_is_believed_sooner(old, new):
+    weight = 0.8 if new < old else 0.5
+    assert LinkEstimate(old).observe(new).rate == pytest.approx(1 / ((1 - weight) / old + weight / new))
+    assert LinkEstimate().observe(new).rate == new
+    for nothing in (0.0, -1.0, float("nan"), float("inf")):
+        assert LinkEstimate(old).observe(nothing) == LinkEstimate(old)
+    assert LinkEstimate(old).seconds(new) == pytest.approx(new / (0.9 * old))
+    assert LinkEstimate().seconds(new) == 0.0
+
+
+@pytest.mark.parametrize("truth", [2e5, 5e7])
+def test_the_idle_rule_finds_the_rate_from_either_side(truth):
+    """S sec. 4.1: up by 5 % while workers idle for less than 5 % of a step, else down by 20 %."""
+    link, believed = LinkEstimate(3e6), []
+    for _ in range(200):
+        waiting = max(0.1 * link.rate / truth - 0.1, 0.0)  # what is believed to fit into a step of 0.1 s
+        link = link.observe_idle(waiting / (0.1 + waiting))
+        believed.append(link.rate)
+    assert 0.7 * truth < np.median(believed[100:]) < 1.1 * truth
+    link = LinkEstimate(100.0)
+    assert [link.observe_idle(share).rate for share in (0.0499, 0.05, float("nan"))] == pytest.approx([105, 80, 100])
+    assert LinkEstimate().observe_idle(0.5).rate is None
+
+
+# latency and rate by messages of two sizes
+
+LATENCY, RATE = 3e-3, 2e7
+MEASURED = MessageTimes((LinkEstimate(),) * 2, latency=1e-3)  # before training, when ranks had nothing else to do
+
+
+def seen(times, sizes, rate=RATE, jitter=0.0, rng=None):
+    """With messages of these sizes on a link, of which the second worker's is half as fast."""
+    for num_bytes in sizes:
+        seconds = LATENCY + num_bytes / np.array([rate, rate / 2])
+        times = times.observe(num_bytes, seconds if rng is None else seconds * rng.lognormal(0.0, jitter, 2))
+    return times
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.05])
+def test_two_sizes_tell_latency_and_rate_whatever_jitter(seed, jitter):
+    rng = np.random.default_rng(seed)
+    times = seen(MEASURED, [2e5] * 4 + [2e4] * 8)
+    assert times.latency == pytest.approx(LATENCY, rel=0.1)
+    assert times.links[1].rate == pytest.approx(RATE / 2, rel=0.15)
+    near = seen(times, 2e4 * 1.2 ** rng.integers(-2, 3, 40), jitter=jitter, rng=rng)
+    assert near.latency == pytest.approx(LATENCY, rel=0.3)
+
+
+def test_the_latency_follows_a_kalman_filter():
+    """The intercept of the line through the newest two sizes, with 5 % of error in each time and a drift of 10 %."""
+    sizes, latency, variance, last = (2e5, 2e4, 3e4, 3e4, 5e3), None, None, None
+    for number, size in enumerate(sizes):
+        took = LATENCY * (1 + 0.1 * number) + size / (RATE / 2)
+        if last is None:
+            latency, variance = 2e-3, (0.25 * took) ** 2
+        elif last[0] != size:
+            variance = max(variance, (0.1 * took) ** 2)
+            intercept = (took * last[0] - last[1] * size) / (last[0] - size)
+            noise = 0.05**2 * ((took * last[0]) ** 2 + (last[1] * size) ** 2) / (last[0] - size) ** 2
+            latency += variance / (variance + noise) * (max(intercept, 0.0) - latency)
+            variance *= noise / (variance + noise)
+        last = size, took
+    times = MEASURED
+    for number, size in enumerate(sizes):
+        slowest = LATENCY * (1 + 0.1 * number) + size / (RATE / 2)
+        times = times.observe(size, np.array([0.7 * slowest, slowest]))
+    assert (times.latency, times.latency_error) == pytest.approx((latency, variance**0.5))
+
+
+# messages as planners see them
+
+SIZE = MessageSize(1_000_000, 2, parts=(), listed=0, marked=0, marked_from=2.0, align=1)  # 1e6 * density
+
+
+def test_the_slowest_worker_counts():
+    link = MessageLink(0.1, SIZE, tuple(map(LinkEstimate, (3e6, 1e6, 2e6))), latency=0.25)
+    assert link.slowest == 1
+    assert link.transfer(0.5) == pytest.approx(0.25 + 0.5 / 0.9)
+    assert link.bytes_now == 1e5
+    assert MessageLink(0.1, SIZE, (LinkEstimate(1.0), LinkEstimate())).rates == ()
+
+
+def test_a_link_at_its_best_takes_as_long_for_present_messages():
+    """By its standard error latency may be all that they take; then the link is fifty times as fast as they look."""
+    for error, sending in ((0.0, 0.005), (0.001, 0.004), (0.004, 0.001), (0.1, 0.0002)):
+        best = MessageLink(0.01, SIZE, (LinkEstimate(2e6),) * 2, 0.01, latency=0.005, latency_error=error).at_best()
+        assert best.rates == pytest.approx((1e4 / sending,))
+        assert best.latency == pytest.approx(0.01 - sending)
+    unseen = MessageLink(0.01, SIZE, (LinkEstimate(2e6),) * 2, latency_error=1.0)
+    assert unseen.at_best() is unseen, "nothing is hoped for before messages were seen"
+
+
+def test_steps_that_hide_their_messages_say_nothing_of_waiting():
+    """Else a step that is as long as its messages would look shorter than its own computing."""
+    rows = np.full((4, 2), 0.1)
+    observed = StepObservations(rows, rows, rows, rows, rows, rows, 2 * rows)
+    for stale, sync, step in [(False, 0.04, 0.14), (True, 0.0, np.nan)]:
+        bare = without_messages(observed, MessageLink(0.1, SIZE, (), seconds=0.06, stale=stale))
+        np.testing.assert_allclose(bare.last_sync, sync)
+        np.testing.assert_allclose(bare.step_time, step)
+        np.testing.assert_array_equal(bare.compute, observed.compute)
+    long = without_messages(observed, MessageLink(0.1, SIZE, (), seconds=9.0))
+    assert (long.last_sync.max(), long.step_time.max()) == (0.0, 1e-9)
+    assert without_messages(observed, None) is observed
+
+
+# which buckets are stale
+
+seconds = st.floats(0.0, 10.0)
+links = st.lists(st.tuples(seconds, seconds), min_size=1, max_size=6).map(
+    lambda pairs: BucketTimes(tuple(np.cumsum([a for a, _ in pairs]) + 0.1), tuple(b for _, b in pairs))
+)
+
+
+@pytest.mark.parametrize(
+    ("transfer", "fresh", "step"),
+    [
+        ((1.0, 1.0), 2, 5.0),  # the last bucket is ready at 4 and travels for 1
+        ((1.0, 1.0), 1, 4.0),  # the first is ready at 3 and there at 4
+        ((2.0, 1.0), 1, 5.0),  # it is there at 5, a second late
+        ((2.0, 1.0), 0, 4.0),
+        ((6.0, 4.0), 0, 10.0),  # the link is busy all the time
+        ((6.0, 4.0), 2, 13.0),  # and idle for the 3 s before the first bucket
+    ],
+)
+def test_step_times_by_hand(transfer, fresh, step):
+    assert BucketTimes((3.0, 4.0), transfer).step_time(fresh) == pytest.approx(step)
+    assert BucketTimes((3.0, 4.0), transfer).slowed(2.0).transfer == tuple(2 * t for t in transfer)
+
+
+@given(links)
+def test_as_many_are_fresh_as_fit(times):
+    """From the state with everything fresh: the most that cost nothing, by trying all; or all, for want of a gain."""
+    n = len(times.ready)
+    steps = [times.step_time(fresh) for fresh in range(n + 1)]
+    assert all(later >= earlier - 1e-9 for earlier, later in zip(steps, steps[1:], strict=False))
+    assert steps[0] >= max(times.compute, sum(times.transfer)) - 1e-9
+    most = max(fresh for fresh in range(n + 1) if steps[fresh] <= 1.02 * steps[0])
+    choice = choose_synchronous(times, n)
+    gains = steps[most] <= (1 - 0.03) * steps[n]
+    assert choice.synchronous == (most if gains else n)
+    assert (choice.step_time, choice.all_synchronous, choice.compute) == (
+        steps[choice.synchronous],
+        steps[n],
+        times.compute,
+    )
+    bound = sum(times.transfer) > 1.02 * times.compute
+    assert choice.communication_bound == bound == ("communication-bound" in choice.describe())
+
+
+@given(links, st.data())
+def test_more_are_fresh_only_if_they_fit_on_a_link_that_is_slower_by_a_quarter(times, data):
+    before = data.draw(st.integers(0, len(times.ready)))
+    fresh = choose_synchronous(times, before).synchronous
+    if fresh > before:
+        assert all(times.slowed(f).step_time(fresh) <= 1.02 * times.slowed(f).step_time(0) for f in (0.8, 1.0, 1.25))
+    assert choose_synchronous(times, fresh).synchronous == fresh, "a choice for a steady link stays"
+
+
+def test_a_link_that_scatters_is_no_reason_to_go_to_and_fro(seed):
+    """Six buckets of 10 to 40 ms on links of all rates, which scatter by 10 % from look to look."""
+    rng = np.random.default_rng(seed)
+    for rate in np.geomspace(0.2, 20, 9):
+        times = BucketTimes((0.06, 0.07, 0.08, 0.09, 0.1, 0.11), tuple(np.array([1, 2, 3, 4, 4, 2]) * 0.01 / rate))
+        fresh = [len(times.ready)]
+        for _ in range(40):
+            fresh.append(choose_synchronous(times.slowed(rng.uniform(0.9, 1.1)), fresh[-1]).synchronous)
+        assert np.count_nonzero(np.diff(fresh[1:])) <= 3, (rate, fresh)
+
+
+def observed(state, stale, gain, rounds):
+    for _ in range(rounds):
+        state, stale = state.observe(stale, gain)
+    return state, stale
+
+
+def test_messages_become_stale_slowly_and_stay_so_while_that_gains_anything():
+    """What made them so, 5 % in three rounds in a row, has to be five times what keeps them so."""
+    state, stale = observed(StaleHysteresis(), False, 0.2, 2)
+    state, stale = observed(state, stale, 0.04, 1)  # a round that speaks against it begins the count anew
+    assert not observed(state, stale, 0.2, 2)[1]
+    assert observed(state, stale, 0.2, 3)[1]
+    for gain, stale, then in ((0.03, False, False), (0.03, True, True), (0.005, True, False), (0.06, False, True)):
+        assert observed(StaleHysteresis(), stale, gain, 3)[1] is then
+
+
+# clusters
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.randoms(), st.floats(3.5, 1000))
+def test_clusters_are_found_from_times_whatever_the_order_of_ranks(sizes, random, ratio):
+    names = [name for name, size in enumerate(sizes) for _ in range(size)]
+    random.shuffle(names)
+    noise = np.random.default_rng(random.randint(0, 2**32)).uniform(1.0, 1.1, (len(names), len(names)))
+    times = np.where(np.equal.outer(names, names), 1e-3, ratio * 1e-3) * (noise + noise.T)
+    groups = {name: [rank for rank, other in enumerate(names) if other == name] for name in names}
+    by_name = tuple(sorted(map(tuple, groups.values())))
+    assert tuple(sorted(clusters_by_name(names))) == by_name
+    two_kinds = len(sizes) > 1 and max(sizes) > 1
+    assert tuple(sorted(clusters_by_time(times))) == (by_name if two_kinds else (tuple(range(len(names))),))
+
+
+def test_links_that_differ_by_less_than_three_times_are_no_clusters():
+    for far, found in ((2.9, ((0, 1, 2),)), (3.1, ((0, 1), (2,)))):
+        assert clusters_by_time([[0, 1, far], [1, 0, far], [far, far, 0]]) == found
+    assert check_hierarchy([[3], [2, 0, 1]]) == check_clusters(((0, 1, 2), (3,)), 4) == ((0, 1, 2), (3,))
+    assert [check_hierarchy(name) for name in (None, "nodes", "env", "auto")] == [None, "nodes", "env", "auto"]
+
+
+# communication-bound or not
+
+COMPUTE = 0.1
+
+
+def steps_of(arrival, transfer, *, buckets=2, handling=0.0):
+    """Workers that are ready after ``arrival`` (steps, workers), and sums that take ``transfer`` seconds from the last.
+
+    Of two buckets, the first is ready at half the backward pass, and the second crosses the link behind it.
+    """
+    arrival = np.asarray(arrival, dtype=float)
+    transfer = np.broadcast_to(np.asarray(transfer, dtype=float), len(arrival))
+    backward, last, zeros = 0.5 * arrival, arrival.max(axis=1) + transfer, np.zeros_like(arrival)
+    before = np.maximum(0.75 * arrival, last[:, None] - transfer[:, None] / buckets)
+    wait = last[:, None] - np.maximum(arrival, before) + handling
+    ends = (last[:, None] + handling - arrival + backward)[:, :, None]
+    return StepObservations(
+        zeros + 8, 0.5 * arrival, backward, 0.5 * backward, zeros, wait, zeros + np.nan, bucket_ends=ends
+    )
+
+
+def test_the_wait_is_that_of_the_worker_that_comes_last():
+    """Whichever that is, and however many buckets share the time: a slow worker is no slow network."""
+    arrivals = [[0.1, 3.0], [3.0, 0.1], [0.1, 0.1]]
+    for buckets in (1, 2, 10):
+        waits = network_waits(steps_of(arrivals, [0.2, 0.2, 5.0], buckets=buckets))
+        np.testing.assert_allclose(waits, [[0.2, 3.0], [0.2, 3.0], [5.0, 0.1]])
+    np.testing.assert_allclose(network_waits(steps_of([[0.1, 0.1]], 0.5), accumulation=4), [[0.5, 0.4]])
+    for straggling in ([[0.1, 1.1]] * 20, [[0.1, 0.1]] * 19 + [[0.1, 6.0]]):
+        state, news = CommunicationBound().observe(network_waits(steps_of(straggling, 0.01)))
+        assert (state.bound, news) == (False, False)
+    zeros = np.zeros((9, 1))
+    alone = StepObservations(zeros + 8, zeros + 0.1, zeros + 0.1, zeros, zeros, zeros, zeros + 0.2)
+    assert not network_waits(alone)[:, 0].any()
+    assert network_waits(StepObservations.empty(2)).shape == (0, 2)
+
+
+def test_selecting_and_merging_is_no_network():
+    """Handling takes half a second of each step, messages 10 ms; in the second step the link stalls."""
+    steps = steps_of([[0.1, 0.1]] * 5, [0.01, 5.0, 0.01, 0.01, 0.01], handling=0.5)
+    np.testing.assert_allclose(network_waits(steps, message_seconds=0.01)[:, 0], [0.01, 5.0, 0.01, 0.01, 0.01])
+    assert network_waits(steps, message_seconds=9.0)[0, 0] == pytest.approx(0.51), "messages that nobody waits for"
+
+
+def look(state, wait, steps=8, compute=COMPUTE, stall=None, **kwargs):
+    rows = np.broadcast_to([wait, compute], (steps, 2)).copy()
+    if stall:
+        rows[1, 0] = stall
+    return state.observe(rows, **kwargs)
+
+
+LOOKS = {  # waits of sync rounds in units of computing, and what is said in which of them
+    "around the bound it does not go to and fro": (
+        (0.95, 1.05, 0.95, 0.75, 1.3, 0.8, 0.6, 0.95, 0.6),
+        {1: True, 6: False},
+    ),
+    "it is said again when the numbers double": ((1.01, 1.9, 2.1, 3.0, 4.5, 2.0, 2.5), {0: True, 2: True, 4: True}),
+    "and when it comes back": ((10.0, 0.1, 10.0), {0: True, 1: False, 2: True}),
+    "small sums are not worth a word": ((0.2, 0.2), {}),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_what_is_said_of_a_link_and_when(name):
+    waits, expected = LOOKS[name]
+    state, said = CommunicationBound(), {}
+    for number, wait in enumerate(waits):
+        state, news = look(state, wait * COMPUTE)
+        if news:
+            said[number] = state.bound
+    assert said == expected
+    assert not look(CommunicationBound(), 0.02, compute=0.002)[1], "jitter of a busy machine"
+
+
+@pytest.mark.parametrize("steps", [8, 32])
+def test_a_stall_of_one_step_counts_if_steps_wait_for_longer_than_they_compute_because_of_it(steps):
+    state, news = look(CommunicationBound(), 0.01, steps, stall=5.0)
+    assert (news, state.lasting) == (True, False)
+    assert "Mbit/s" not in state.describe(4.7e6), "no rate of the link follows from that"
+    assert "4.7 MB" in state.describe(4.7e6)
+    state, news = look(state, 0.01)
+    assert (state.bound, news) == (False, True)
+    assert state.describe(4.7e6).startswith("no longer communication-bound")
+    assert not look(CommunicationBound(), 0.01, stall=0.9)[1]
+
+
+def test_a_slow_link_is_said_with_numbers_and_looks_with_few_steps_add_up():
+    state, _ = look(CommunicationBound(), 36.0, compute=0.02, steps=4)
+    assert all(number in state.describe(4.7e6) for number in ("36 s", "0.02 s", "4.7 MB", "1.04 Mbit/s"))
+    for waits, times in (([5.0] * 8, 1), ([0.01] * 4 + [5.0] + [0.01] * 10, 1)):
+        state, said = CommunicationBound(), []
+        for wait in waits:
+            state, news = look(state, wait, steps=1)
+            said.append(news and state.bound)
+        assert said.count(True) == times
+    assert not state.bound
+    assert state.observe(np.zeros((0, 2))) == (state, False), "a sync round without a step"
+
+
+# hostile input
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        *[
+            (lambda value=value: check_hierarchy(value), error, "hierarchy=")
+            for value, error in (
+                ("sites", ValueError),
+                ([0, 1, 2], TypeError),
+                (["ab"], TypeError),
+                (4, TypeError),
+                ([[0, 1], []], ValueError),
+                ([], ValueError),
+                ([[0, 1], [1]], ValueError),
+                ([[0, -1]], ValueError),
+                ([[0, 1.5]], TypeError),
+            )
+        ],
+        *[(lambda c=c: check_clusters(c, 3), ValueError, "hierarchy=") for c in (((0, 1),), ((0, 1), (2, 3)))],
+        (lambda: BucketTimes((), ()), ValueError, "ready"),
+        (lambda: BucketTimes((1.0,), (1.0, 2.0)), ValueError, "transfer"),
+        (lambda: BucketTimes((2.0, 1.0), (1.0, 1.0)), ValueError, "ready"),
+        (lambda: BucketTimes((2.0, 3.0), (1.0, -1.0)), ValueError, r"transfer\[1\]"),
+        (lambda: choose_synchronous(BucketTimes((1.0,), (1.0,)), 2), ValueError, "current=2"),
+        (lambda: LinkEstimate(0.0), ValueError, "rate"),
+        *[
+            (lambda kind=kind, name=name: kind(**{name: -1.0}), ValueError, name)
+            for kind, names in (
+                (LatencySettings, ("busy_factor", "first_relative_error", "relative_error", "relative_drift")),
+                (StaleSettings, ("tolerance", "min_relative_gain", "keep_relative_gain")),
+                (BandwidthSettings, ("weight_of_slower", "planned_share", "idle_factor_up", "idle_factor_down")),
+            )
+            for name in names
+        ],
+    ],
+)
+def test_what_is_out_of_range_is_named(call, error, says):
+    with pytest.raises(error, match=says):
+        call()
