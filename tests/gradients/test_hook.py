@@ -313,7 +313,7 @@ def test_every_bucket_is_timed():
             ends = rows[:, 10:]
             assert (np.diff(rows[:, [4, 3]], axis=1) > 0).all(), "the first bucket is ready before the last one"
             assert (ends > rows[:, 4:5]).all()
-        assert (blocks[:, 5] == 5).all(), "what waits for the last bucket is no communication of its own"
+        assert (blocks[:, 5] == 4).all(), "what waits for the last bucket is no communication of its own"
 
 
 class Together(GradientAverager):
