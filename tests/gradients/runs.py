@@ -52,7 +52,9 @@ INPUT = ("0.weight", "0.bias")
 
 def flat(tensors, like):
     """One array of all values, zeros where there is nothing."""
-    parts = [torch.zeros(p.numel()) if t is None else t.to_dense().flatten() for t, p in zip(tensors, like, strict=True)]
+    parts = [
+        torch.zeros(p.numel()) if t is None else t.to_dense().flatten() for t, p in zip(tensors, like, strict=True)
+    ]
     return np.concatenate([part.detach().double().numpy() for part in parts])
 
 

@@ -1,7 +1,7 @@
 """What every way of averaging owes its users, on ranks with unequal shares of a batch.
 
-What was applied, is on its way or was not sent yet makes up all gradients; all ranks get the same; a resumed run goes on
-as if it had never ended. A new compressor or kind of staleness is one more row of ``WAYS``.
+What was applied, is on its way or was not sent yet makes up all gradients; all ranks get the same; a resumed run goes
+on as if it had never ended. A new compressor or kind of staleness is one more row of ``WAYS``.
 """
 
 from dataclasses import replace
@@ -101,7 +101,11 @@ def total(results, name):
 
 
 def close(name):
-    return {"rtol": WAYS[name].close, "atol": WAYS[name].close / 100} if WAYS[name].compression else {"rtol": 1e-12, "atol": 1e-15}
+    return (
+        {"rtol": WAYS[name].close, "atol": WAYS[name].close / 100}
+        if WAYS[name].compression
+        else {"rtol": 1e-12, "atol": 1e-15}
+    )
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -224,7 +228,13 @@ def _go_on(rank, cases):
 def test_what_was_not_sent_goes_on_to_other_numbers_of_ranks(ranks, walked):
     """To whoever speaks for somebody, in equal shares; where one rank is left, into its next sum."""
     cases, before = {}, {}
-    for name in ("blocks, one bucket, three ranks", "blocks, clusters", "block_topk", "powersgd", "powersgd, three ranks"):
+    for name in (
+        "blocks, one bucket, three ranks",
+        "blocks, clusters",
+        "block_topk",
+        "powersgd",
+        "powersgd, three ranks",
+    ):
         now = replace(WAYS[name], clusters=None, ranks=ranks)
         cases[name], before[name] = (now, walked[name][0][3]), sum(one[0]["left at the cut"] for one in walked[name])
     results = run_ranks(_go_on, ranks, cases)
@@ -293,7 +303,7 @@ def test_a_gradient_that_is_not_finite_is_left_out_on_all_ranks_and_nothing_else
         np.testing.assert_array_equal(result["given"], results[0]["given"])
         result["own"] = result["own"].copy()
     for rank, result in enumerate(results):
-        if rank == 1 or (CLUSTERS == way.clusters and rank == 0) or not stale:
+        if rank == 1 or (way.clusters == CLUSTERS and rank == 0) or not stale:
             result["own"][BAD] = 0.0
     everything = total(results, "own").cumsum(0)
     found = results[0]["given"].cumsum(0) + results[0]["owed"] + total(results, "left")
@@ -310,7 +320,9 @@ def _scaled(rank, ways):
                 run.step(step)
             before = run.left()
             run.backward(at, bad=rank == 1)
-            bad = [not np.isfinite(p.grad.to_dense().sum().item()) for p in run.model.parameters() if p.grad is not None]
+            bad = [
+                not np.isfinite(p.grad.to_dense().sum().item()) for p in run.model.parameters() if p.grad is not None
+            ]
             kept = np.allclose(run.left(), before, rtol=1e-5, atol=1e-7)
             found[name, at] = all(bad) and len(bad) == len(ALL), kept, run.compression.averager.dropped.count
             run.close()

@@ -16,9 +16,9 @@ from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.compressors import auto
 from lightning_hetero.comm.compressors.manager import GradientCompression
 from lightning_hetero.comm.compressors.residuals import ResidualPayout
+from lightning_hetero.comm.gradients import requirements
 from lightning_hetero.comm.gradients.averager import DDPMean
 from lightning_hetero.comm.gradients.ddp_hook import HookState
-from lightning_hetero.comm.gradients import requirements
 from lightning_hetero.comm.gradients.requirements import check_rescaled, check_sparse_gradients
 from lightning_hetero.comm.link.link_benchmark import BENCHMARK
 from lightning_hetero.comm.timing.clock import HostClock
@@ -164,7 +164,9 @@ def test_rows_that_a_forward_pass_rescales_are_refused(kind):
     check_rescaled(module)
 
 
-@pytest.mark.parametrize("odd", [torch.zeros(2, dtype=torch.complex64), torch.eye(2).to_sparse()], ids=["complex", "sparse"])
+@pytest.mark.parametrize(
+    "odd", [torch.zeros(2, dtype=torch.complex64), torch.eye(2).to_sparse()], ids=["complex", "sparse"]
+)
 def test_parameters_that_cannot_be_compressed_are_refused_by_name(odd):
     model = nn.Linear(2, 2)
     model.small = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
@@ -194,7 +196,7 @@ def test_optimizers_of_a_model_that_is_gone_are_forgotten_with_it():
 
 
 def _taken(rank):
-    """Whether an optimizer gets blocks: by the time at which it comes, by its kind, by what else it trains, by density."""
+    """Whether an optimizer gets blocks: by when it comes, by its kind, by what else it trains, by density."""
     found = {}
     for early in (True, False):
         run = Run(rank, Way(SPARSE, sparse=True))
@@ -218,7 +220,10 @@ def _taken(rank):
         "dense": [sgd(run.model)],
         "ours": [SparseSGD(run.model.parameters(), lr=0.1)],
         "ours, two": [SparseAdamW([names[n] for n in ALL[:2]], lr=0.1), SparseSGD([names[n] for n in ALL[2:]], lr=0.1)],
-        "one dense": [SparseAdamW([names[n] for n in ALL[:2]], lr=0.1), torch.optim.SGD([names[n] for n in ALL[2:]], 0.1)],
+        "one dense": [
+            SparseAdamW([names[n] for n in ALL[:2]], lr=0.1),
+            torch.optim.SGD([names[n] for n in ALL[2:]], 0.1),
+        ],
     }
     for name, optimizers in kinds.items():
         run.compression.bind_optimizers(optimizers)
@@ -228,7 +233,9 @@ def _taken(rank):
         run.backward(1)
     run = Run(rank, Way(SPARSE, sparse=True))
     with pytest.raises(ValueError, match=r"sparse_optimizer.*\(64,\)"):
-        run.compression.bind_optimizers([torch.optim.SGD([*run.parameters.values(), nn.Parameter(torch.ones(64))], lr=0.1)])
+        run.compression.bind_optimizers(
+            [torch.optim.SGD([*run.parameters.values(), nn.Parameter(torch.ones(64))], lr=0.1)]
+        )
     tiny = Run(rank, Way("block_topk(density=0.01, block=16, warmup_steps=0)", sparse=True), model=nn.Linear(6, 1))
     found["tiny"] = tiny.compression.steps_of(tiny.optimizer) is not None
     return found
@@ -329,7 +336,14 @@ def _chosen(rank):
         everyone = run.control.gather(run.compression.pack())
         run.compression.unpack(everyone, run.control)
         seen, link = run.compression.metrics(), run.compression.link()
-        found.append((link.density, link.message_size.bytes(link.density), seen["hetero/bytes_sent"], seen.get("hetero/time_to_accuracy")))
+        found.append(
+            (
+                link.density,
+                link.message_size.bytes(link.density),
+                seen["hetero/bytes_sent"],
+                seen.get("hetero/time_to_accuracy"),
+            )
+        )
     run.compression.set_density(None)
     kept = run.compression.blocks.density
     run.compression.reset()

@@ -1,4 +1,4 @@
-"""The hook in DDP against DDP itself: averages, hooks of the user's, norms, marks, buffers; what a backward pass needs."""
+"""The hook in DDP against DDP itself: averages, hooks of the user's, norms, marks, buffers, backward passes."""
 
 import copy
 import gc

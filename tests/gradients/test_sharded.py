@@ -93,8 +93,9 @@ def _between(rank, shape):
     with pytest.MonkeyPatch.context() as patch:
         for kind, names in COLLECTIVES.items():
             name = next(name for name in names if hasattr(dist, name))
+            plain = getattr(dist, name)
 
-            def call(*args, plain=getattr(dist, name), kind=kind, **kwargs):
+            def call(*args, plain=plain, kind=kind, **kwargs):
                 calls.append((kind, one.timer.depth))
                 return plain(*args, **kwargs)
 
