@@ -38,9 +38,7 @@ class Run:
     def passage(self, buckets, end, *, ends=True):
         start, numbers = self.clock.now, {}
         self.timer.begin_backward()
-        for moment, kind, i in sorted(
-            (moment[k], k, i) for i, moment in enumerate(buckets) for k in range(len(moment))
-        ):
+        for moment, kind, i in sorted((one[k], k, i) for i, one in enumerate(buckets) for k in range(len(one))):
             self.clock.now = start + moment
             if kind == 0:
                 numbers[i] = self.timer.bucket_ready()
