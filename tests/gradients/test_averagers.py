@@ -335,6 +335,25 @@ def test_a_loss_scaler_sees_what_is_not_finite():
         assert result == {(name, at): (True, True, 0) for name in ways for at in (0, BAD)}
 
 
+def _deferred(rank):
+    found = []
+    for deferred in (False, True):
+        run = Run(rank, Way(QUICK["powersgd"]))
+        run.compression.averager.deferred = deferred
+        for step in range(STEPS):
+            run.step(step, bad=step == BAD and rank == 1, look=step != BAD)
+        found.append(run.result() | {"dropped": run.compression.averager.dropped.count})
+    return found
+
+
+def test_low_rank_products_are_left_out_by_a_device_as_by_the_host():
+    """Where nothing is read: the state is chosen by a number on the device when it is needed next."""
+    for host, device in run_ranks(_deferred, 2):
+        assert host["dropped"] == device["dropped"] == 1
+        for name in ("given", "left", "skipped", "weights"):
+            np.testing.assert_array_equal(device[name], host[name], err_msg=name)
+
+
 def _in_part(rank):
     """What became of a gradient of which one bucket alone was not finite, the last one to come."""
     found = []

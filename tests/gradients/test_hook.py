@@ -17,7 +17,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from lightning_hetero.comm.gradients.averager import GradientAverager
 from lightning_hetero.comm.gradients.buffer_sync import time_buffers
 from lightning_hetero.comm.gradients.ddp_hook import BackwardCheck, HookState, gradient_hook
 from lightning_hetero.comm.timing.clock import HostClock
@@ -314,33 +313,6 @@ def test_every_bucket_is_timed():
             assert (np.diff(rows[:, [4, 3]], axis=1) > 0).all(), "the first bucket is ready before the last one"
             assert (ends > rows[:, 4:5]).all()
         assert (blocks[:, 5] == 4).all(), "what waits for the last bucket is no communication of its own"
-
-
-class Together(GradientAverager):
-    """All buckets travel with the last one, and arrive when the test says so."""
-
-    waits = False
-
-    def __init__(self):
-        super().__init__(2)
-        self.flags.begin(exact=False, single_message=True)
-        self.under_way = []
-
-    def average(self, bucket, squares=None):
-        self.under_way.append(torch.futures.Future())
-        return self.under_way[-1]
-
-
-def test_of_a_single_message_only_the_wait_for_the_last_bucket_is_timed():
-    done, averager, numbers = [], Together(), iter(range(3))
-    state = state_of(SimpleNamespace(bucket_ready=numbers.__next__, bucket_done=done.append), averager=averager)
-    for i in range(3):
-        bucket = SimpleNamespace(buffer=lambda: torch.ones(2), index=lambda i=i: i, is_last=lambda i=i: i == 2)
-        gradient_hook(state, bucket)
-    assert done == [0, 1]
-    for future in averager.under_way:
-        future.set_result(torch.ones(2))
-    assert done == [0, 1, 2]
 
 
 # buffers
