@@ -376,6 +376,29 @@ def test_of_a_gradient_that_is_not_finite_in_part_nothing_is_kept():
         np.testing.assert_allclose(found, own.cumsum(0), rtol=2e-4, atol=2e-6)
 
 
+def _undone(rank):
+    """What the optimizer gets after a checkpoint was loaded while sums were on their way, and what is owed then."""
+    found = []
+    for way in (Way(stale={1: True}), Way(FEW, stale={1: True})):
+        run = Run(rank, way)
+        for step in range(3):
+            run.step(step)
+        run.hook.load_stale_state({})
+        share, drained = run.late.stale_share, run.late.drain()
+        for step in range(3, 5):
+            run.step(step)
+        found.append((share, drained, run.seen["given"][3:], run.seen["own"][3:]))
+        run.close()
+    return found
+
+
+def test_sums_on_their_way_belong_to_steps_that_are_undone_when_a_checkpoint_is_loaded():
+    dense, blocks = zip(*run_ranks(_undone, 2), strict=True)
+    for results in (dense, blocks):
+        assert all((share, drained) == (0.0, {}) for share, drained, *_ in results)
+    np.testing.assert_allclose(dense[0][2], sum(np.array(own) for *_, own in dense), rtol=1e-12, atol=1e-15)
+
+
 def _refused(rank, how):
     run = Run(rank, Way(BLOCKS if how == "blocks" else None, stale={}), limit=int(how == "name"))
     dist.barrier()
