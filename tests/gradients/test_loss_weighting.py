@@ -330,6 +330,17 @@ def test_sizes_that_one_rank_cannot_tell_apart_are_refused_on_all(config, first,
         loop.weight(loop.model(batch["x"].clone().sum(0) if config else batch["x"].clone()).mean())
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_batches_of_which_nobody_knows_the_other_ranks_shares_are_never_alike(reduction):
+    loop = Loop(1, loss_reduction=reduction)
+    batches = [{"x": torch.ones(4, 3)} for _ in range(2)]
+    for batch in batches:
+        loop.weighting.begin_counted(4, batch)
+    with pytest.raises(RuntimeError, match="2 batches"):
+        loop.weight(loop.untraced(batches[0]))
+    assert [loop.weight(loop.model(batch["x"]).mean()) for batch in batches] == [1.0, 1.0]
+
+
 @pytest.mark.parametrize("how", ["traced", "selected", "twice"])
 def test_a_batch_that_was_run_backward_is_over(how):
     """A loss that could be of anything belongs to the batch that is left."""
