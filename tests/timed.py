@@ -1,6 +1,7 @@
 """Models whose every part takes a given time, and their training through each front end; for counted time.
 
-``time.spend(seconds)`` is what a part calls: on the host of :mod:`tests.counted`, or on :mod:`tests.fake_device`.
+``time.spend(seconds)`` is what a part calls: on the host of :mod:`tests.counted`, or on a device that works behind it,
+:mod:`tests.timing.fake_device`.
 """
 
 import lightning as L

@@ -24,7 +24,7 @@ from lightning_hetero.compression.triton_gpu import launch
 from lightning_hetero.optim import SparseAdamW, SparseSGD
 from lightning_hetero.optim.sparse import lazy_update
 from tests.comm.gradients.test_ddp_hook import TINY, batches, loss_of
-from tests.helpers import run_ranks
+from tests.ranks import run_ranks
 
 SETTINGS = BlockTopK(density=0.3, selector="histogram", warmup_steps=1)
 STEPS, POISONED, SPOILED = 6, 3, 4
@@ -104,7 +104,7 @@ def both_ways(rank):
 
 def test_the_device_decides_as_the_host_does():
     """Same weights, also around a gradient that is not finite; a spoiled message moves nothing and ends all ranks."""
-    results = run_ranks(both_ways, 2)
+    results = run_ranks(both_ways, 2, start="fork")
     for (host, _, seen), (weights, ended, reported), (spoiled, error, _) in results:
         np.testing.assert_allclose(weights, host, rtol=1e-5, atol=1e-6)
         assert ended is None
@@ -134,7 +134,7 @@ def mixed(rank, long):
 
 def test_replicas_with_and_without_a_gpu_stay_equal_bit_by_bit():
     """Whether a step is sparse is what all ranks agreed on, and each operation of it rounds alike everywhere."""
-    host, device = run_ranks(mixed, 2, LONG, timeout=1200)
+    host, device = run_ranks(mixed, 2, LONG, timeout=1200, start="fork")
     for (density, kind, steps), one, other in zip(LONG, host, device, strict=True):
         assert len(one) == len(other) == steps
         moved = np.count_nonzero(np.diff(one, axis=0), axis=1) / one[0].size

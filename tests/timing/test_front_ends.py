@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests import timed
-from tests.fake_device import SUM, FakeDevice, Source
-from tests.helpers import run_ranks
+from tests.ranks import run_ranks
 from tests.timed import FORWARD, LAYER, UPDATE
+from tests.timing.fake_device import SUM, FakeDevice, Source
 
 BACKWARD = 2 * LAYER
 STEP = FORWARD + BACKWARD + UPDATE
@@ -37,23 +37,14 @@ class Case:
 def cases(front_end):
     """Accelerate copies a batch before it takes the next one, and others when they have it."""
     ahead = front_end == "accelerate"
-    copied = {"copy": COPY, "blocking": True}
-    late = (FORWARD + COPY,) * 2
+    copied, late = {"copy": COPY, "blocking": True}, (FORWARD + COPY,) * 2
+    worker = {"data_wait": (COPY, COPY)} if ahead else {"forward": late}
+    host = {"data_wait": (1.0 + COPY,) * 2} if ahead else {"forward": late}
     return {
         "the loader is hidden behind the device": Case((16.0, 16.0)),
         "the loader is exposed": Case((25.0, 25.0), data_wait=(25.0 - STEP,) * 2, step=25.0),
-        "the copy blocks, a worker loads": Case(
-            (5.0, 5.0),
-            {**copied, "ahead": 2},
-            step=STEP + COPY,
-            **({"data_wait": (COPY, COPY)} if ahead else {"forward": late}),
-        ),
-        "the copy blocks, the host loads": Case(
-            (1.0, 1.0),
-            copied,
-            **({"data_wait": (1.0 + COPY,) * 2} if ahead else {"forward": late}),
-            step=STEP + COPY + ahead,
-        ),
+        "the copy blocks, a worker loads": Case((5.0, 5.0), {**copied, "ahead": 2}, step=STEP + COPY, **worker),
+        "the copy blocks, the host loads": Case((1.0, 1.0), copied, step=STEP + COPY + ahead, **host),
         "a barrier in the step": Case(
             (5.0, 5.0), loop={"waits": True}, more=(0.0, 3.0), forward=(FORWARD, FORWARD + 3.0), step=STEP + 3.0
         ),
@@ -80,7 +71,7 @@ def _train(rank, front_end):
 
 @pytest.mark.parametrize("front_end", ["lightning", "fabric", "accelerate"])
 def test_each_part_of_a_step_on_a_device_that_is_behind_the_host(front_end):
-    results = run_ranks(_train, 2, front_end, timeout=240)
+    results = run_ranks(_train, 2, front_end, timeout=240, start="fork")  # the device never leaves its process
     for name, case in cases(front_end).items():
         for rank, result in enumerate(results):
             seen, steps = result[name]

@@ -1,0 +1,508 @@
+"""What went wrong is told once by name, left out, or an error, as the settings say: losses, gradients, weights."""
+
+import gc
+import logging
+import math
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lightning_hetero.comm.gradients.averager import DDPMean
+from lightning_hetero.comm.gradients.health import Health, NonFiniteError
+from lightning_hetero.comm.gradients.nonfinite import DroppedSteps, StepSkipper, all_finite, clear
+from lightning_hetero.comm.gradients.weight_check import WeightCheck, WeightSettings
+from tests.gradients.runs import Run, Way
+from tests.helpers import collected
+from tests.ranks import run_ranks
+from tests.timing.clocks import Hand
+
+NAN, STEPS, AT = math.nan, 9, 5
+
+
+# by itself
+
+
+class Ahead(Hand):
+    """A host that is ahead of its device."""
+
+    def __init__(self):
+        super().__init__(tick=1.0)
+        self.reached = 0.0
+
+
+class Alone:
+    """The health of one of two ranks that see the same, and the hook that averages for them."""
+
+    def __init__(self, mode="ignore", *, scaled=False, averager=None, rank=0):
+        self.hook = SimpleNamespace(num_bytes=0, step_skipped=False, averager=averager or DDPMean(2))
+        self.hook.skip_step = lambda: vars(self.hook).update(step_skipped=True)
+        control = SimpleNamespace(rank=rank, world_size=2, gather=lambda mine: np.stack([mine, mine]))
+        self.clock, self.model = Ahead(), nn.Linear(1, 1)
+        self.health = Health(mode, control, self.hook, self.clock)
+        self.health.attach(self.model, scaled=scaled)
+
+    def averaged(self, value):
+        self.model.weight.grad = torch.full((1, 1), float(value))
+        self.hook.num_bytes += 8
+        self.health.after_backward()
+
+
+@pytest.fixture
+def said(caplog):
+    caplog.set_level(logging.INFO, "lightning_hetero")
+    return caplog.messages
+
+
+def test_a_loss_is_read_when_the_device_has_come_to_it_and_told_once(caplog):
+    one = Alone()
+    for batch, loss in enumerate((torch.tensor(1.0), torch.tensor([1.0, NAN]), torch.tensor(NAN))):
+        one.health.see(loss, (0, batch), rows=4)
+    one.clock.reached = 1.0
+    one.health.see(torch.tensor(2.0), (0, 3))
+    assert not caplog.messages
+    one.clock.reached = 3.0
+    one.health.see(torch.tensor(2.0), (0, 4))
+    (line,) = caplog.messages
+    assert "rank 0" in line
+    assert "batch 1 of epoch 0" in line
+    one.health.see(torch.tensor(NAN), (0, 5))
+    one.health.finish()
+    assert len(caplog.messages) == 1
+    one.health.begin()
+    one.health.attach(one.model)
+    one.health.see(torch.tensor(NAN), (1, 2), rows=1)
+    one.health.finish()
+    assert "batch 2 of epoch 1" in caplog.messages[1], "another training says so again"
+    assert ["min_local_batch_size" in text for text in caplog.messages] == [False, True], "of a single sample"
+
+
+@pytest.mark.parametrize(
+    ("mode", "given", "word"),
+    [
+        ("ignore", {}, "on_nonfinite='skip'"),
+        ("skip", {}, "left out on all ranks"),
+        ("ignore", {"scaled": True}, "left out on all ranks"),
+        ("ignore", {"averager": SimpleNamespace(skips_nonfinite=True, shards=False)}, "left out on all ranks"),
+        ("ignore", {"averager": SimpleNamespace(skips_nonfinite=False, shards=True)}, "detect_anomaly"),
+        ("raise", {}, "on_nonfinite='raise'"),
+    ],
+    ids=["ignore", "skip", "scaler", "compression", "sharded", "raise"],
+)
+def test_what_follows_from_a_bad_loss_is_said(mode, given, word, caplog):
+    one = Alone(mode, **given)
+    one.health.see(torch.tensor(NAN), (0, 0))
+    one.health.finish()
+    assert word in caplog.messages[0]
+    assert ("on_nonfinite='skip'" in caplog.messages[0]) == (word == "on_nonfinite='skip'")
+
+
+def test_weights_that_are_not_finite_are_told_at_the_end_unless_a_loss_was(caplog):
+    for rank, bad_loss in ((0, False), (1, False), (0, True)):
+        one = Alone(rank=rank)
+        one.health.see(torch.tensor(NAN if bad_loss else 1.0), (0, 0))
+        one.model.weight.data.fill_(NAN)
+        one.health.finish()
+        assert [("ended with weights" in line) for line in caplog.messages] == ([] if rank else [not bad_loss])
+        caplog.clear()
+        one.health.begin()
+        one.health.attach(nn.Linear(1, 1))
+        one.health.finish()
+        assert not caplog.messages, "what an earlier training has left is not told of the next"
+
+
+def test_a_loss_scaler_leaves_nothing_to_do(caplog):
+    for mode in ("skip", "raise"):
+        one = Alone(mode, scaled=True)
+        one.averaged(NAN)
+        assert one.model.weight.grad.isnan().all()
+        assert not one.hook.step_skipped
+    assert not caplog.messages
+
+
+def test_only_gradients_that_were_averaged_are_dropped(caplog):
+    """In the middle of an accumulation window, each rank has its own."""
+    one = Alone("skip")
+    one.health.see(torch.tensor(1.0), (3, 7))
+    one.model.weight.grad = torch.full((1, 1), NAN)
+    one.health.after_backward()
+    assert one.model.weight.grad.isnan().all()
+    one.averaged(NAN)
+    assert not one.model.weight.grad.any()
+    assert one.hook.step_skipped
+    momentum = torch.optim.SGD(one.model.parameters(), lr=1.0, momentum=0.9)
+    momentum.step()
+    assert not momentum.state, "the step was not skipped"
+    one.model.weight.grad = torch.zeros(1, 1)
+    one.health.close()
+    momentum.step()
+    assert momentum.state
+    assert any("step 7" in line and "epoch 3" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("how", ["loss", "late", "first", "gradient", "left out"])
+def test_an_error_waits_for_the_newest_loss_and_names_the_first_bad_one(how):
+    """Compression may have left the gradient out, so that what is there is finite; a late one is of an earlier loss."""
+    one = Alone("raise")
+    one.health.see(torch.tensor(NAN), (0, 3))  # of an earlier training, and not to blame
+    one.health.finish()
+    one.health.begin()
+    one.health.attach(one.model)
+    for batch in {"first": (0, 7)}.get(how, (6, 7)):
+        one.health.see(torch.tensor(NAN if {"loss": 7, "late": 6, "first": 0}.get(how) == batch else 1.0), (2, batch))
+    one.averaged(1.0)
+    one.hook.step_skipped = how == "left out"
+    with pytest.raises(NonFiniteError, match="batch 7 of epoch 2") as error:
+        one.averaged(1.0 if how == "left out" else NAN)
+    batch = {"loss": 7, "late": 6, "first": 0}.get(how)
+    assert (f"in batch {batch}," in f"{error.value};".replace(".", ",")) == (batch is not None)
+    assert [f"rank {rank}" in str(error.value) for rank in range(3)] == [batch is not None] * 2 + [False]
+
+
+# gradients
+
+
+def parameter(*values, dtype=torch.float32):
+    p = nn.Parameter(torch.zeros(len(values), dtype=dtype))
+    p.grad = torch.tensor(values, dtype=dtype)
+    return p
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_one_bad_value_is_found_among_all_and_cleared(bad, dtype):
+    none = nn.Parameter(torch.zeros(2))
+    good = [parameter(1.0, -2.0), none, parameter(3.0, dtype=torch.float64), parameter(6e4, 6e4, dtype=torch.float16)]
+    assert all_finite([none])
+    assert all_finite(good), "large numbers of a short type are, though their sum is not in it"
+    assert not all_finite(both := [*good, parameter(0.0, bad, dtype=dtype)])
+    clear(both)
+    assert none.grad is None
+    assert not any(p.grad.any() for p in both if p is not none)
+
+
+def test_left_out_steps_are_logged_at_powers_of_two(caplog):
+    dropped = DroppedSteps()
+    for step in range(10):
+        dropped.add(step, "on rank 1")
+    assert [record.args[0] for record in caplog.records] == [0, 1, 3, 7]
+    assert dropped.count == 10
+
+
+class Steps:
+    """An optimizer with momentum and decay, one step old, for two parameters; steps of the first may be skipped."""
+
+    def __init__(self):
+        self.meant, self.other = nn.Parameter(torch.ones(3, 1)), nn.Parameter(torch.ones(2))
+        both = [self.meant, self.other]
+        self.optimizer, self.skipper = torch.optim.SGD(both, lr=0.1, momentum=0.9), StepSkipper()
+        self.moved(1.0)
+
+    def backward(self, value, skips=(), sparse=False):
+        for p in (self.meant, self.other):
+            full = torch.full_like(p, value)
+            p.grad = full.to_sparse(1) if sparse and p is self.meant else full
+        self.skipper.skip(skips)
+        return value
+
+    def moved(self, value, how="plain", **given):
+        """Whether each parameter moves in a step."""
+        before = [p.detach().clone() for p in (self.meant, self.other)]
+        if how == "plain":
+            self.backward(value, **given)
+            self.optimizer.step()
+        else:
+            closure = lambda: self.backward(value, **given)  # noqa: E731
+            done = self.optimizer.step(closure) if how == "closure" else self.optimizer.step(closure=closure)
+            assert done == value
+        return [not torch.equal(a, b.detach()) for a, b in zip(before, (self.meant, self.other), strict=True)]
+
+
+@pytest.mark.parametrize("how", ["plain", "closure", "keyword"])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_skipped_step_moves_nothing_and_leaves_the_momentum(how, sparse):
+    """Only that step, of those parameters, whose gradient is zero; another one is late, or of another pass."""
+    steps = Steps()
+    momentum = steps.optimizer.state[steps.meant]["momentum_buffer"].clone()
+    assert steps.moved(0.0, how, skips=[steps.meant], sparse=sparse) == [False, True]
+    assert steps.optimizer.state[steps.meant]["momentum_buffer"].equal(momentum)
+    assert steps.moved(0.0, how) == [True, True]
+    assert steps.moved(1.0, how, skips=[steps.meant], sparse=sparse) == [True, True]
+    steps.meant.grad, steps.other.grad = torch.zeros(3, 1), torch.ones(2)
+    steps.skipper.skip([steps.meant, steps.other])
+    before = steps.meant.detach().clone()
+    steps.optimizer.step()
+    assert not torch.equal(steps.meant.detach(), before), "one late gradient shows that all are late"
+
+
+def test_each_optimizer_skips_its_own_step():
+    """Two optimizers step after both backward passes; each parameter remembers whether its gradient was left out."""
+    first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    optimizers = [torch.optim.AdamW([p], weight_decay=0.1) for p in (first, second)]
+    skipper = StepSkipper()
+    first.grad = torch.zeros(1)
+    skipper.skip([first, second])
+    second.grad = torch.zeros(1)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert first.item() == 1.0 > second.item()
+    skipper.remove()
+
+
+@pytest.mark.parametrize("end", ["removed", "forgotten", "forgotten in a step"])
+def test_nothing_is_skipped_any_more_once_the_skipper_has_gone(end):
+    """Garbage collection runs at any moment, also while an optimizer goes through its hooks."""
+    steps = Steps()
+    steps.backward(0.0, [steps.meant])
+    if end == "removed":
+        steps.skipper.remove()
+        steps.skipper.remove()
+    steps.skipper.cycle, steps.skipper = steps.skipper, SimpleNamespace(skip=lambda parameters: None)
+    handle = register_optimizer_step_pre_hook(lambda *_: gc.collect() and None) if "step" in end else None
+    if end == "forgotten":
+        gc.collect()
+    if handle is not None:
+        steps.moved(0.0)  # which is skipped, or not
+        handle.remove()
+    assert steps.moved(0.0) == [True, True]
+
+
+# in a training
+
+
+TOPK = "block_topk(density=0.3, block=8, warmup_steps=2)"
+WAYS = {
+    "plain": Way(),
+    "fp16": Way("fp16"),
+    "stale": Way(stale={0: True}),
+    "blocks": Way(TOPK),
+    "blocks, stale": Way(TOPK, stale={0: True}),
+    "blocks, only dense steps": Way("block_topk(warmup_steps=100)"),
+    "low rank": Way("powersgd(rank=1, start=2)"),
+}
+
+
+def _ill(rank, mode):
+    """Weights, lines and errors of trainings in which a loss or only a gradient of rank 1 is once not finite."""
+    found = {}
+    for name, way in WAYS.items():
+        for what in ("loss", "gradient"):
+            run, lines = Run(rank, way, mode=mode), collected()
+            hit = lambda run=run: rank == 1 and len(run.seen["weights"]) == AT  # noqa: E731
+            if what == "gradient":
+                run.model.get_submodule("0").weight.register_hook(lambda g, hit=hit: g * (math.inf if hit() else 1.0))
+            error = None
+            try:
+                for step in range(STEPS):
+                    run.step(step, bad=what == "loss" and hit())
+                run.health.finish()
+            except NonFiniteError as raised:
+                error = str(raised)
+            weights = np.stack(run.seen["weights"])
+            still = [at + 1 for at, (one, other) in enumerate(pairwise(weights)) if (one == other).all()]
+            lines = [line for line in lines if "the loss is" in line or "weights" in line]
+            found[name, what] = {"weights": weights, "still": still, "lines": lines, "error": error}
+            run.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def ill():
+    return {mode: run_ranks(_ill, 2, mode) for mode in ("ignore", "skip", "raise")}
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("name", WAYS)
+def test_a_skipped_step_leaves_weights_and_momentum_as_they_are(name, what, ill):
+    """On all ranks, and no other step. A late gradient is skipped a step later; late blocks wait for a better one."""
+    results = [result[name, what] for result in ill["skip"]]
+    for result in results:
+        np.testing.assert_array_equal(result["weights"], results[0]["weights"])
+        assert np.isfinite(result["weights"]).all()
+        assert result["still"] == [AT + ("stale" in name)]
+    assert [len(result["lines"]) for result in results] == ([0, 1] if what == "loss" else [0, 0])
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("name", WAYS)
+def test_what_is_not_finite_is_told_once_with_rank_and_batch(name, what, ill):
+    """The rank on which it begins sees it first; the others in their losses, once it is in the weights."""
+    compressed = name.startswith(("blocks", "low"))
+    for rank, result in enumerate(ill["ignore"]):
+        lines = result[name, what]["lines"]
+        if compressed:
+            assert len(lines) == (what == "loss" and rank == 1)
+            assert not result[name, what]["still"], "momentum acts on zeros unless the step is skipped"
+            assert np.isfinite(result[name, what]["weights"]).all()
+        else:
+            assert len(lines) == 1
+            first = AT if what == "loss" and rank == 1 else AT + 1 + (name == "stale")
+            assert f"rank {rank}" in lines[0]
+            assert f"batch {first} of" in lines[0]
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("name", WAYS)
+def test_stopping_is_an_error_on_all_ranks_that_names_rank_and_batch(name, what, ill):
+    for result in ill["raise"]:
+        end = AT + (name in ("stale", "blocks, stale"))
+        assert f"batch {end} of epoch 0" in result[name, what]["error"]
+        assert ("rank 1" in result[name, what]["error"]) == (what == "loss")
+        assert len(result[name, what]["weights"]) == end
+        assert np.isfinite(result[name, what]["weights"]).all()
+
+
+# weights of all ranks
+
+
+def many(dtype=torch.float64):
+    return {f"p{i:02}": nn.Parameter(torch.ones((), dtype=dtype) * (i + 1)) for i in range(40)}
+
+
+class Ranks:
+    """Checks of some ranks; devices are of one kind if not told otherwise."""
+
+    def __init__(self, count=2, **settings):
+        controls = [SimpleNamespace(rank=rank, world_size=count) for rank in range(count)]
+        self.checks = [WeightCheck(control, WeightSettings(**settings)) for control in controls]
+
+    def look(self, *weights, times=1, kinds=None):
+        for _ in range(times):
+            rows = np.array([check.sample(own) for check, own in zip(self.checks, weights, strict=True)])
+            if kinds is not None:
+                rows.reshape(len(rows), 3, -1)[:, 2] = np.array(kinds)[:, None]
+            for check in self.checks:
+                check.judge(rows, (1, 7))
+
+
+APART = (1.0, 2.0)
+
+
+def changed(weights, name, by, place=0):
+    other = {n: nn.Parameter(p.detach().clone()) for n, p in weights.items()}
+    other[name].data.view(-1)[place] += by
+    return other
+
+
+def test_each_weight_is_compared_sooner_or_later_and_told_once_by_rank_0(caplog):
+    ranks, weights = Ranks(), many()
+    other = changed(weights, "p35", 0.5)
+    ranks.look(weights, other, kinds=APART)
+    assert not caplog.messages
+    ranks.look(weights, other, times=5, kinds=APART)
+    (line,) = caplog.messages
+    for word in ("batch 7 of epoch 1", "p35", "36 on rank 0", "36.5 on rank 1"):
+        assert word in line
+    for check in ranks.checks:
+        check.begin()
+    ranks.look(weights, other, times=2, kinds=APART)
+    assert len(caplog.messages) == 2, "another training says so again"
+    whole = {"w": nn.Parameter(torch.ones(8)), "none": nn.Parameter(torch.zeros(0, 3))}
+    Ranks().look(whole, changed(whole, "w", 1.0, place=5), times=100, kinds=APART)
+    assert "element 5 of w" in caplog.messages[2]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "by", "told"),
+    [
+        (torch.float64, "p09", 0.3, True),
+        (torch.float64, "p09", -0.3, True),
+        (torch.bfloat16, "p09", 0.3, False),  # four roundings
+        (torch.float64, "p31", 0.02, False),  # of 32, while most are near 19
+        (torch.float64, "p31", 0.2, True),
+        (torch.float64, "p00", 0.018, False),
+    ],
+    ids=str,
+)
+def test_as_much_as_devices_may_round_differently_is_not_told(dtype, name, by, told, caplog):
+    """A difference is weighed by the weight and by the size of the others."""
+    weights = many(dtype)
+    Ranks().look(weights, changed(weights, name, by), times=3, kinds=APART)
+    assert len(caplog.messages) == told
+
+
+def test_weights_that_are_not_finite_hide_no_difference_of_others(caplog):
+    weights = many()
+    other = changed(changed(weights, "p03", NAN), "p04", 1.0)
+    Ranks().look(weights, other, kinds=APART)
+    assert "p04 is 5 on rank 0 and 6 on rank 1" in caplog.messages[0]
+    Ranks().look(weights, changed(weights, "p03", NAN), times=3)
+    assert len(caplog.messages) == 1, "losses tell that"
+
+
+ODD = [
+    torch.ones(()),
+    torch.ones(3, 4).t(),
+    torch.ones(3, 4)[:, ::2],
+    torch.ones(2, dtype=torch.complex64),
+    torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    *[torch.ones(5, dtype=dtype) for dtype in (torch.float16, torch.bfloat16, torch.float64)],
+]
+
+
+def one_bit(tensor, place=-1):
+    """The same tensor with one bit of one element changed."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    flat = real.clone().reshape(-1)
+    flat.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])[place] ^= 1
+    changed = flat.reshape(real.shape)
+    return nn.Parameter(torch.view_as_complex(changed) if tensor.is_complex() else changed)
+
+
+@pytest.mark.parametrize("like", ODD, ids=lambda one: f"{tuple(one.shape)} {one.dtype}")
+def test_one_bit_of_one_weight_is_found_on_devices_of_one_kind(like, caplog):
+    fine = {"a": nn.Parameter(torch.ones(2)), "p": nn.Parameter(like), "q": nn.Parameter(torch.ones(2))}
+    off = {**fine, "p": one_bit(like), "q": one_bit(torch.ones(2))}
+    Ranks().look(fine, {**fine, "p": nn.Parameter(like.clone())}, times=3)
+    Ranks().look(fine, off, kinds=APART, times=3)
+    assert not caplog.messages
+    Ranks().look(fine, off, times=3)
+    (line,) = caplog.messages
+    assert "of p are not the same on rank 0 and rank 1" in line
+
+
+@pytest.mark.parametrize(("kinds", "told"), [((1, 1, 2), None), ((1, 2, 2), (1, 2)), ((2, 1, 2), (0, 2))], ids=str)
+def test_bits_are_compared_within_each_kind_of_device(kinds, told, caplog):
+    fine = {"p": nn.Parameter(torch.ones(4))}
+    Ranks(3).look(fine, fine, {"p": one_bit(torch.ones(4), 1)}, kinds=kinds)
+    assert [f"on rank {told and told[0]} and rank {told and told[1]}" in line for line in caplog.messages] == (
+        [True] if told else []
+    )
+
+
+def test_a_large_parameter_is_digested_part_by_part(caplog):
+    """Each time the part with the weight that is sampled; sooner or later it is the one that differs."""
+    weight, rounds = torch.ones(95), 0
+    ranks, fine, off = Ranks(sampled=1, digested=10), {"p": nn.Parameter(weight)}, {"p": one_bit(weight, 94)}
+    while not caplog.messages and rounds < 200:
+        ranks.look(fine, off)
+        rounds += 1
+    assert 1 < rounds < 200
+
+
+def _differ(rank, by):
+    """A training in which one rank changes a weight, as seen in a sync round and at the end."""
+    run, lines = Run(rank, Way()), collected()
+    for step in range(3):
+        run.step(step)
+        if step == 1 and rank == 1:
+            run.model.get_submodule("4").weight.data.add_(by)
+        run.health.unpack(run.control.gather(run.health.pack()), run.control)
+    run.model.get_submodule("2").bias.requires_grad_(False)
+    run.model.get_submodule("2").bias.data.add_(rank)
+    run.health.finish()
+    run.close()
+    return lines
+
+
+@pytest.mark.parametrize("by", [0.05, 1e-14])
+def test_ranks_with_different_weights_are_told_by_parameter_unless_it_is_frozen(by):
+    first, second = run_ranks(_differ, 2, by)
+    (line,) = first
+    assert "4.weight" in line
+    assert "rank 1" in line
+    assert second == []

@@ -1,0 +1,262 @@
+"""Times of buckets and messages on the link, and the clocks by which all is timed."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
+from lightning_hetero.comm.timing.bucket_timer import BucketTimer, busy_seconds, combine
+from lightning_hetero.comm.timing.clock import CudaClock, HostClock, agreed_clock, clock_for
+from lightning_hetero.comm.timing.message_timer import MessageTimer, message_seconds
+from lightning_hetero.comm.timing.settings import SETTINGS, TimingSettings
+from tests.ranks import run_ranks
+from tests.timing.clocks import Hand
+
+# buckets
+
+
+def play(timer, clock, begin, events):
+    """A step of which each bucket is ``(ready, sent, arrived, released)``, in seconds after ``begin``."""
+    calls = []
+    for index, (ready, sent, arrived, released) in enumerate(events):
+        clock.now = begin + ready
+        release = timer.ready(index)
+        clock.now = begin + sent
+        calls += [(begin + arrived, timer.send()), (begin + released, release)]
+    for clock.now, call in sorted(calls, key=lambda pair: pair[0]):
+        call()
+
+
+def rows(table):
+    return table[np.isfinite(table[:, 0])].tolist()
+
+
+ONE = [(1.0, 1.0, 1.5, 1.5), (2.0, 2.0, 3.0, 3.0)]
+
+
+def test_rows_of_buckets_by_hand():
+    """The second step begins at 3, after the first; nobody waits for its second sum, which comes late."""
+    clock = Hand()
+    timer = BucketTimer(clock)
+    play(timer, clock, 0.0, ONE)
+    play(timer, clock, 3.0, [(1.0, 1.0, 1.5, 1.5), (2.0, 2.0, 4.0, 2.0)])
+    assert rows(timer.take(2)) == [[2.0, 2.5, 1.0, 2.0]]
+    assert rows(timer.take(2)) == [], "a row was reported twice"
+    play(timer, clock, 5.0, [(1.0, 1.0, 2.25, 2.25), (2.0, 2.0, 3.0, 2.5)])
+    assert rows(timer.take(2)) == [[3.0, 1.0, 1.0, 2.0]], "seconds in which the link carried the step before"
+    play(timer, clock, 9.0, ONE)
+    clock.reached = 11.5
+    assert rows(timer.take(2)) == [], "a step waits for its last mark"
+    assert [span[:2] for span in timer.spans()] == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1), (4, 0)]
+    assert timer.spans()[3][2:] == (1.0, 1.0, 3.0)
+    clock.reached = float("inf")
+    assert rows(timer.take(3)) == [], "another layout is left out"
+    assert [row[0] for row in rows(timer.take(2))] == [4.0]
+    timer.gap()
+    for begin in (15.0, 20.0):
+        play(timer, clock, begin, ONE)
+    assert [row[0] for row in rows(timer.take(2))] == [7.0], "none is measured from a step that was not"
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), max_size=6), st.integers(-1, 20))
+def test_a_link_is_busy_while_it_carries_something(given, until):
+    spans = [(float(start), float(start + length)) for start, length in given]
+    seconds = {second for start, end in spans for second in range(int(start), int(end)) if second >= until}
+    assert busy_seconds(spans, float(until)) == len(seconds)
+
+
+def test_ranks_are_matched_by_step_and_the_last_one_counts(seed):
+    rng, ranks, steps, buckets = np.random.default_rng(seed), 3, 6, 2
+    tables, known = np.full((ranks, 32, 2 + buckets), np.nan), rng.random((ranks, steps, 1 + buckets))
+    have = rng.random((ranks, steps)) < 0.8
+    have[:, 2] = True
+    for table, values, mine in zip(tables, known, have, strict=True):
+        for place, step in enumerate(np.flatnonzero(mine)):
+            table[place] = [step + 10, *values[step]]
+    common = have.all(0)
+    busy, ready = combine(tables)
+    assert busy == np.median(known[:, common, 0].min(0))
+    np.testing.assert_array_equal(ready, np.maximum.accumulate(np.median(known[:, common, 1:].max(0), axis=0)))
+    tables[0, :, 0] += 100
+    assert combine(tables) is None
+
+
+# messages
+
+
+BYTES = 1000.0
+
+
+def simulated(compute, uplink, steps=20):
+    """Tables of ranks that compute for ``compute[i]`` and whose message takes ``uplink[i]`` to every other rank."""
+    ranks = len(compute)
+    clocks = [Hand() for _ in range(ranks)]
+    timers = [MessageTimer(clock, ranks) for clock in clocks]
+    for step in range(steps):
+        arrived = []
+        for rank, clock in enumerate(clocks):
+            clock.now += compute[rank]
+            arrived.append(timers[rank].send(step, BYTES))
+        starts = [clock.now for clock in clocks]
+        for rank, clock in enumerate(clocks):
+            for peer in sorted(range(ranks), key=lambda peer: peer != rank):
+                clock.now = max(clock.now, max(starts[peer], starts[rank]) + (0.0 if peer == rank else uplink[peer]))
+                arrived[rank](peer)
+    return np.stack([timer.take() for timer in timers])
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2, None])
+@pytest.mark.parametrize("thin", [0, 1, 2])
+def test_a_thin_uplink_is_found_and_waiting_for_a_slow_worker_is_no_transfer(slow, thin):
+    """The rank that is ready last waits for nobody, and sees the link alone."""
+    compute = [0.5 if rank == slow else 0.1 for rank in range(3)]
+    num_bytes, seconds = message_seconds(simulated(compute, [0.3 if rank == thin else 0.01 for rank in range(3)]))
+    assert num_bytes == BYTES
+    assert seconds.max() == pytest.approx(0.01 if slow == thin else 0.3)
+
+
+def test_messages_under_way_are_reported_later_and_only_those_of_the_newest_size_count():
+    clock = Hand()
+    timer = MessageTimer(clock, 2, TimingSettings(max_steps=4))
+    arrived = timer.send(0, BYTES)
+    arrived(0)
+    assert rows(timer.take()) == [], "one message has not arrived"
+    clock.now = 2.0
+    arrived(1)
+    clock.late.add(2.0)
+    assert rows(timer.take()) == [], "the device has not reached the mark"
+    clock.late.clear()
+    assert timer.rows() == [[0, BYTES, 0.0, 2.0]], "a checkpoint has them, and leaves them"
+    table = timer.take()
+    assert rows(table) == [[0, BYTES, 0.0, 2.0]]
+    assert message_seconds(np.stack([table, timer.take()])) is None, "a step is reported once"
+    for step, num_bytes in enumerate((BYTES,) * 5 + (BYTES / 5,)):
+        arrived = timer.send(step, num_bytes)
+        for peer in range(2):
+            clock.now += num_bytes / BYTES
+            arrived(peer)
+    table = timer.take()
+    assert [row[0] for row in rows(table)] == [2.0, 3.0, 4.0, 5.0], "the newest are kept"
+    num_bytes, seconds = message_seconds(np.stack([table, table]))
+    assert (num_bytes, seconds.tolist()) == (BYTES / 5, pytest.approx([0.2, 0.4]))
+
+
+def test_many_ranks_time_fewer_steps_of_each():
+    few = SETTINGS.of(4000)
+    assert MessageTimer(Hand(), 4000, few).take().shape == (16, 4002)
+    assert BucketTimer(Hand(), few).take(2).shape == (16, 4)
+
+
+# clocks
+
+
+class Event:
+    """Stands for ``torch.cuda.Event``: knows its moment in milliseconds and whether the device has passed it."""
+
+    recorded, waited = 0, 0
+
+    def __init__(self, enable_timing=False):
+        assert enable_timing, "an event without timing cannot be read"
+        self.moment, self.passed = None, False
+
+    def record(self, stream=None):
+        assert stream == "the stream of cuda:1", "another thread's current device may be another GPU"
+        Event.recorded += 1
+        self.moment = Event.recorded * 250.0
+
+    def query(self):
+        return self.passed
+
+    def elapsed_time(self, end):
+        assert self.passed, "reading an event that was not passed is an error in CUDA"
+        assert end.passed
+        return end.moment - self.moment
+
+    def synchronize(self):
+        Event.waited += 1
+
+
+def test_a_cuda_clock_records_now_and_reads_later(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    clock = clock_for(torch.device("cuda", 1))
+    start, end = clock.mark(), clock.mark()
+    assert clock.ready(start) is False
+    start.passed = end.passed = True
+    assert clock.ready(end) is True
+    assert clock.seconds(start, end) == 0.25
+    assert (waited, Event.waited, clock.synchronous) == ([], 0, False)
+    clock.wait()
+    clock.wait_for(start)
+    assert (waited, Event.waited) == ([torch.device("cuda", 1)], 1)
+
+
+def test_the_clock_of_the_host_is_always_ready():
+    clock = clock_for(torch.device("cpu"))
+    start, end = clock.mark(), clock.mark()
+    clock.wait()
+    clock.wait_for(end)
+    assert clock.ready(end)
+    assert clock.synchronous
+    assert clock.seconds(start, end) == end - start >= 0
+
+
+@pytest.mark.parametrize("kind", ["xpu", "hpu", "mps"])
+def test_a_device_without_a_clock_is_refused(kind, caplog):
+    """The host's clock would not know when it has done anything. A worker alone may compute anywhere, and is told."""
+    with pytest.raises(ValueError, match=kind):
+        clock_for(torch.device(kind))
+    with caplog.at_level("INFO", logger="lightning_hetero"):
+        assert isinstance(agreed_clock(torch.device(kind), ControlPlane(0, 1)), HostClock)
+    assert kind in caplog.text
+
+
+def _agreed(rank, cases):
+    dist.init_process_group("gloo")
+    found, control = [], ControlPlane(rank, 2)
+    for backend, kinds in cases:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "get_backend_config", lambda *_, backend=backend: backend)
+            try:
+                found.append(type(agreed_clock(torch.device(kinds[rank]), control)).__name__)
+            except ValueError as error:
+                found.append(str(error))
+    return found
+
+
+def test_a_device_without_a_clock_or_a_backend_is_refused_on_every_rank():
+    plain = "cpu:gloo,cuda:gloo"
+    cases = [(plain, ("cpu", "cuda:0")), (plain, ("cpu", "xpu")), ("cpu:gloo", ("cpu", "cuda:0"))]
+    for rank, (good, kind, backend) in enumerate(run_ranks(_agreed, 2, cases)):
+        assert good == ("HostClock", "CudaClock")[rank]
+        assert "rank 1" in kind
+        assert "xpu" in kind
+        assert "process_group_backend" in backend
+
+
+def _on_the_device(rank):
+    """Spans of 1 and of 200 products, and of both."""
+    device = torch.device("cuda", torch.cuda.device_count() - 1)
+    clock, x = CudaClock(device), torch.randn(2048, 2048, device=device)
+    marks = [clock.mark()]
+    for repeats in (1, 200):
+        for _ in range(repeats):
+            x @ x
+        marks.append(clock.mark())
+    clock.wait()
+    assert all(clock.ready(mark) for mark in marks)
+    return [clock.seconds(marks[i], marks[j]) for i, j in ((0, 1), (1, 2), (0, 2))]
+
+
+@pytest.mark.gpu
+def test_a_cuda_clock_on_the_device():
+    if torch.cuda.device_count() == 0:
+        pytest.skip("needs a GPU")
+    ((first, second, both),) = run_ranks(_on_the_device, 1, start="spawn")
+    assert both == pytest.approx(first + second, rel=1e-3)
+    assert both > 0
