@@ -13,9 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import (
-    BaseFinetuning,
     BatchSizeFinder,
     EarlyStopping,
     EMAWeightAveraging,
@@ -26,11 +24,10 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_hetero import DynamicBatchPIDCallback, HeteroDDPStrategy, HeteroFSDPStrategy, PerfModelCallback
+from lightning_hetero import DynamicBatchPIDCallback, HeteroDDPStrategy, PerfModelCallback
 from tests.helpers import Points, Regressor, run_ranks, trainer_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "limits.md"
@@ -193,24 +190,6 @@ class Direct(Manual):
         loss.backward()
 
 
-class Adversaries(Manual):
-    """Two nets with an optimizer each that are trained in turn on one batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.other = nn.Linear(5, 1, dtype=torch.float64)
-
-    def training_step(self, batch, batch_idx):
-        Regressor.training_step(self, batch, batch_idx)
-        for optimizer, net in zip(self.optimizers(), (self.net, self.other), strict=True):
-            optimizer.zero_grad()
-            self.manual_backward(nn.functional.mse_loss(net(batch[0]), batch[1]))
-            optimizer.step()
-
-    def configure_optimizers(self):
-        return [torch.optim.SGD(net.parameters(), lr=0.05) for net in (self.net, self.other)]
-
-
 class Unused(Quiet):
     """A branch that takes no part in every other batch."""
 
@@ -221,22 +200,6 @@ class Unused(Quiet):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         return loss + self.branch(batch[0]).square().mean() if batch_idx % 2 else loss
-
-
-class Finetuning(BaseFinetuning):
-    def freeze_before_training(self, pl_module):
-        self.freeze(pl_module.net[0])
-
-    def finetune_function(self, pl_module, epoch, optimizer):
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.01)
-
-
-class Head(Model):
-    """Whose optimizer begins with the layers that are not frozen."""
-
-    def configure_optimizers(self):
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
 
 
 class Embedded(Quiet):
@@ -288,12 +251,6 @@ class Gathers(Model):
         return super().training_step(batch, batch_idx)
 
 
-class SelfGathering(Model):
-    def training_step(self, batch, batch_idx):
-        dist.all_gather([torch.zeros_like(batch[0]) for _ in range(2)], batch[0])
-        return super().training_step(batch, batch_idx)
-
-
 class Asks(Model):
     def configure_optimizers(self):
         self.extra = self.trainer.estimated_stepping_batches
@@ -314,19 +271,6 @@ class Skips(Quiet):
 class SkipsOnOne(Skips):
     def training_step(self, batch, batch_idx):
         return (super() if self.global_rank else super(Skips, self)).training_step(batch, batch_idx)
-
-
-class Whole(Quiet):
-    """Knows its whole weights, of which a rank has shards."""
-
-    def flat(self):
-        weights = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in self.parameters())
-        return torch.cat([weight.detach().flatten() for weight in weights]).numpy()
-
-
-class Partly(Whole):
-    def configure_model(self):
-        fully_shard(self.net[0], mesh=self.trainer.strategy.data_parallel_mesh)
 
 
 class Reloads(Model):
@@ -357,15 +301,6 @@ def both_loaders():
 
 def indivisible():
     return [points(3, 1)(), points(7)()]
-
-
-def made_batches():
-    items = [(d.x[:], d.y[:], torch.arange(4 * i, 4 * i + len(d))) for i, d in enumerate(map(Points, (4, 4, 3)))]
-    return DataLoader(items, batch_size=None)
-
-
-def uncountable():
-    return DataLoader([object() for _ in range(4)], batch_size=None, collate_fn=lambda item: item)
 
 
 class Buckets(BatchSampler):
@@ -423,13 +358,6 @@ def fit_without_loader(model=Reloads, strategy=SPLIT):
     return trained(model, trainer)
 
 
-def evaluate(strategy):
-    model, trainer = Model(), trainer_of(HeteroDDPStrategy(**strategy), 2)
-    trainer.validate(model, points(7)(), verbose=False)
-    trainer.test(model, points(7)(), verbose=False)
-    return model.evaluated, torch.cat(trainer.predict(model, points(7)())).tolist()
-
-
 def fit_twice(strategy):
     model, loader = Model(), points()()
     trainer = trainer_of(HeteroDDPStrategy(**strategy), 2, max_epochs=1)
@@ -440,12 +368,6 @@ def fit_twice(strategy):
     other = trainer_of(HeteroDDPStrategy(**strategy), 2)
     other.fit(model, loader)
     return {**trained(model, other), "first": first}
-
-
-def evaluated(count):
-    return lambda results: (
-        sum(number for number, _ in results) == count and {i for _, own in results for i in own} == set(range(7))
-    )
 
 
 def like_two_fits(results):
@@ -477,28 +399,16 @@ def averaging():
 
 
 ROWS = {
-    "automatic optimization": [like()],
     "manual optimization": [like(model=Manual), no("manual_backward", model=Direct)],
-    "several optimizers": [like(model=Adversaries, other="ddp_find_unused_parameters_true", **of(UNUSED))],
-    "`accumulate_grad_batches`": [like(both={"accumulate_grad_batches": 2}, then=lambda rs: rs[0]["steps"] == 4)],
     "`GradientAccumulationScheduler`": [
         like(both={"callbacks": lambda: [GradientAccumulationScheduler({0: 1, 1: 3})]})
     ],
-    "gradient clipping": [
-        like(both={"gradient_clip_val": 0.05}),
-        like(both={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-    ],
-    '`precision="bf16-mixed"`': [like(0.05, model=single, both={"precision": "bf16-mixed"}, data=SINGLE["data"])],
     '`precision="16-mixed"`': "gpu",
     "`torch.compile`": [like(model=compiled)],
     "`find_unused_parameters`": [
         once(model=Unused, **of(UNUSED)),
         once(model=Unused, strategy="hetero_ddp_find_unused_parameters_true"),
         no("find_unused_parameters=True", model=Unused),
-    ],
-    "`static_graph`": [like(**of(static_graph=True))],
-    "freezing and unfreezing in the run (`BaseFinetuning`)": [
-        like(model=Head, both={"callbacks": lambda: [Finetuning()]})
     ],
     "sparse gradients (`nn.Embedding(sparse=True)`)": [
         like(model=Embedded),
@@ -528,12 +438,6 @@ ROWS = {
             **of(ddp_comm_hook=default_hooks.allreduce_hook, ddp_comm_wrapper=default_hooks.fp16_compress_wrapper),
         ),
     ],
-    "`compression`": [once(**SINGLE, **of(compression=name)) for name in ("block_topk", "powersgd", "fp16", "bf16")],
-    "`hierarchy`": [
-        like(**of(hierarchy=[[0], [1]])),
-        no("torch's own hooks", **of(hierarchy="nodes", compression="fp16")),
-        no("ddp_comm_hook", **of(HOOK, hierarchy="nodes")),
-    ],
     "`staleness=1`": [
         like(strategy=LATE),  # nothing is delayed before it was measured
         no("staleness=0", model=Manual, strategy=LATE),
@@ -553,15 +457,6 @@ ROWS = {
             then=lambda rs: rs[1]["extra"] == [a[2] + b[2] for a, b in zip(*(r["seen"] for r in rs), strict=True)],
         )
     ],
-    "a loss that gathers over ranks by itself": [no(r"all_gather\(\).*policy='even'", model=SelfGathering)],
-    "`IterableDataset`": [
-        steps(8, data=stream),
-        steps(8, data=stream, **DDP),
-        steps(8, data=stream, **EVEN),
-        steps(4, data=stream, strategy=WHOLE),
-        no("shard=", data=stream, strategy={"shard": "claim"}),
-    ],
-    "`batch_size=None`": [once(batches=2, data=made_batches), no("cannot be counted", data=uncountable)],
     "own batch sampler": [
         once(data=buckets),
         once(4, batches=1, data=own_batches),
@@ -595,7 +490,6 @@ ROWS = {
     ],
     "dataset smaller than a batch": [once(3, batches=1, data=points(3)), once(3, batches=1, data=points(3, 8), **DDP)],
     "dataset smaller than the number of ranks": [once(1, batches=1, data=points(1), **how) for how in ({}, DDP)],
-    "`num_workers`": [once(data=points(num_workers=1), strategy={"replan": 2})],
     "`persistent_workers`": [once(data=points(num_workers=1, persistent_workers=True))],
     "`overfit_batches`": [
         shows(
@@ -656,15 +550,10 @@ ROWS = {
     "`training_step` returning `None`": [
         no("returning None", model=Skips),
         once(model=Skips, data=points(batch_size=4), **ALONE, **DDP),
-        no("returning None|rank 1", model=SkipsOnOne),
     ],
     "FSDP, DeepSpeed or ModelParallel with our callbacks": [
         no("hetero_ddp", strategy=strategy, callbacks=lambda: [PerfModelCallback()])
         for strategy in ("ddp", lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1))
-    ],
-    "sharded models (`hetero_fsdp`)": [
-        like(model=Whole, strategy=lambda: HeteroFSDPStrategy(**SPLIT)),
-        no("is not sharded", model=Partly, strategy=lambda: HeteroFSDPStrategy(**SPLIT)),
     ],
     "two policies": [
         no("Keep one", **DDP, callbacks=lambda: [PerfModelCallback(), DynamicBatchPIDCallback()]),
@@ -689,31 +578,45 @@ ROWS = {
     ],
     "`devices=1`": [once(batches=6, **ALONE, **DDP), once(**ALONE, strategy={"local_batch_sizes": [4]})],
     "`hetero_ddp_spawn`, `hetero_ddp_fork`": "launched",
-    "`trainer.validate`, `test`, `predict`": [
-        Shown({"strategy": {}}, run=evaluate, check=lambda rs: evaluated(16)(rs) or pytest.fail(str(rs))),
-        Shown({"strategy": {"balance_evaluation": True}}, run=evaluate,
-              check=lambda rs: evaluated(14)(rs) or pytest.fail(str(rs))),
-    ],
     "`trainer.fit` twice": [
         Shown({"strategy": strategy}, run=fit_twice, check=like_two_fits) for strategy in (SPLIT, {"replan": 1})
     ],
 }  # fmt: skip
+ELSEWHERE = {
+    "automatic optimization": ("one_process/test_front_ends.py", '"mean"'),
+    "several optimizers": ("one_process/test_modules.py", '"adversaries"'),
+    "`accumulate_grad_batches`": ("one_process/test_front_ends.py", '"accumulation"'),
+    "gradient clipping": ("one_process/test_front_ends.py", '"clipping"'),
+    '`precision="bf16-mixed"`': ("one_process/test_modules.py", '"bfloat16"'),
+    "`static_graph`": ("one_process/test_modules.py", '"static graph"'),
+    "freezing and unfreezing in the run (`BaseFinetuning`)": ("modes/test_odd_models.py", '"unfrozen"'),
+    "`compression`": ("modes/test_compression.py", "COMPRESSORS"),
+    "`hierarchy`": ("one_process/test_front_ends.py", '"clusters"'),
+    "a loss that gathers over ranks by itself": ("one_process/test_losses.py", "GATHERS"),
+    "`IterableDataset`": ("one_process/test_front_ends.py", '"a stream of each"'),
+    "`batch_size=None`": ("one_process/test_front_ends.py", '"batches of a dataset"'),
+    "`num_workers`": ("one_process/test_front_ends.py", '"loader workers"'),
+    "sharded models (`hetero_fsdp`)": ("modes/test_fsdp.py", "partly"),
+    "`trainer.validate`, `test`, `predict`": ("modes/test_balance.py", "balance_evaluation"),
+}
 COSTLY = {
     "`LearningRateFinder`", "`StochasticWeightAveraging`", "`WeightAveraging`, `EMAWeightAveraging`",
     "`barebones=True`",
-    "`persistent_workers`", "`compression`", "`check_val_every_n_epoch`", "`num_sanity_val_steps`", "`fast_dev_run`",
+    "`persistent_workers`", "`check_val_every_n_epoch`", "`num_sanity_val_steps`", "`fast_dev_run`",
     "`val_check_interval` as a share of the epoch", "`EarlyStopping`", "`GradientAccumulationScheduler`",
     "`estimated_stepping_batches` in `configure_optimizers`", "`max_steps`", "dataset smaller than a batch",
-    "`reload_dataloaders_every_n_epochs`", "`torch.compile`", "`overfit_batches`", "gradient clipping", "`hierarchy`",
-    "`batch_size=None`", "several optimizers", "`precision=\"bf16-mixed\"`",
+    "`reload_dataloaders_every_n_epochs`", "`torch.compile`", "`overfit_batches`",
+
 }  # fmt: skip
 MARK = pytest.mark.slow("rows that others of the quick run cover in part, or whose work is Lightning's own")
 
 
 def test_table_and_rows_name_the_same_features():
-    assert sorted(feature for feature, *_ in TABLE) == sorted(ROWS)
+    assert sorted(feature for feature, *_ in TABLE) == sorted([*ROWS, *ELSEWHERE])
     assert {status for _, status, _ in TABLE} == {"works", "works, with a rule", "refused"}
     assert set(ROWS) >= COSTLY
+    for path, case in ELSEWHERE.values():
+        assert case in (Path(__file__).parent / path).read_text()
 
 
 def test_what_is_refused_shows_the_lines_to_change():
@@ -744,7 +647,7 @@ def _alone(rank, row, number):
 
 @cache
 def alone(row, number):
-    return run_ranks(_alone, 1, row, number)[0]
+    return run_ranks(_alone, 1, row, number, timeout=240)[0]
 
 
 @pytest.mark.parametrize(
@@ -753,8 +656,9 @@ def alone(row, number):
 )
 def test_a_row_shows_what_it_says(row):
     several = sorted({shown.job.get("ranks", 2) for shown in ROWS[row]})
-    start = "fork" if row in COSTLY or max(several) > 2 else "pool"  # searches leave threads
-    found = {ranks: run_ranks(_row, ranks, row, ranks, start=start) for ranks in several}
+    errors = any(shown.refused for shown in ROWS[row])  # behind which threads go on, as behind searches
+    start = "fork" if errors or row in COSTLY or max(several) > 2 else "pool"
+    found = {ranks: run_ranks(_row, ranks, row, ranks, start=start, timeout=240) for ranks in several}
     for number, shown in enumerate(ROWS[row]):
         results = [result[number] for result in found[shown.job.get("ranks", 2)]]
         if shown.refused is not None:
@@ -768,6 +672,16 @@ def test_a_row_shows_what_it_says(row):
 
 
 # rows that need more
+
+
+def _skips(rank):
+    fit(model=SkipsOnOne)
+
+
+def test_a_step_that_one_rank_skips_is_an_error_there_and_ends_the_others():
+    raised = run_ranks(_skips, 2, expect_errors=True, start="fork")
+    assert [rank for rank, *_ in raised] == [0, 1]
+    assert "returning None" in raised[1][2]
 
 
 class Counts(Model):
@@ -814,5 +728,5 @@ def test_what_needs_a_gpu_equals_one_process_without_one(model, job, rtol):
         pytest.skip("needs a GPU")
     results = run_ranks(_on_one_gpu, 2, job, timeout=120, start="spawn")
     once().check(results)
-    plain = run_ranks(_like_on_a_cpu, 1, model)[0]
+    plain = run_ranks(_like_on_a_cpu, 1, model, timeout=240)[0]
     np.testing.assert_allclose(results[0]["weights"], plain["weights"], rtol=rtol, atol=rtol / 10)

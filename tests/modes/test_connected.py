@@ -76,9 +76,10 @@ def _wrapped(rank, cls):
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_a_model_is_wrapped_for_a_fit_only(cls):
-    assert run_ranks(_wrapped, 1, cls) == [[cls is HeteroDDPStrategy, False]]
+    assert run_ranks(_wrapped, 1, cls, timeout=240) == [[cls is HeteroDDPStrategy, False]]
 
 
+@pytest.mark.filterwarnings("ignore:.*has shuffling enabled")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("model", [Loaded, Shuffled])
 def test_an_evaluation_is_shared_and_shuffled_as_under_ddp(name, model):

@@ -53,7 +53,7 @@ def _train(rank, compression, epochs):
 
 
 def test_digits_at_one_percent():
-    dense = run_ranks(_train, 2, None, EPOCHS)[0]
+    dense = run_ranks(_train, 2, None, EPOCHS, timeout=240)[0]
     assert max(dense) > 0.96
     for settings in ({"density": 0.01}, {"density": 0.01, "value_dtype": "int8"}):
         ours, other = run_ranks(_train, 2, BlockTopK(**settings), int(1.3 * EPOCHS))
@@ -78,8 +78,8 @@ def _sparsely(rank, compression):
 
 def test_text_at_one_percent():
     """A transformer under AdamW, as docs/compression.md says: single elements, balanced, twice the learning rate."""
-    dense = run_ranks(_learn_text, 1, 1, STEPS, RATE)[0]
-    ours, other = run_ranks(_sparsely, 2, "block_topk(density=0.01, block=1, scores='balanced')")
+    dense = run_ranks(_learn_text, 1, 1, STEPS, RATE, timeout=240)[0]
+    ours, other = run_ranks(_sparsely, 2, "block_topk(density=0.01, block=1, scores='balanced')", timeout=240)
     assert ours == other
     best, dense_best = (min(loss for _, loss in losses) for losses in (ours, dense))
     assert best <= dense_best < 2.4

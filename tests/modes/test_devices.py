@@ -115,7 +115,7 @@ def agree(results):
 
 
 def one_process():
-    return run_ranks(_fit, 1, "ddp", 1)[0]["weights"]
+    return run_ranks(_fit, 1, "ddp", 1, timeout=240)[0]["weights"]
 
 
 @pytest.mark.parametrize("devices", GROUPS, ids="-".join)
@@ -137,7 +137,7 @@ def test_a_gpu_for_each_rank_over_nccl(kind):
     need_gpus(1)
     world_size = 2 if torch.cuda.device_count() > 1 else 1
     strategy = {"process_group_backend": "nccl", **EXCHANGES[kind]}
-    results = run_ranks(_fit_over_nccl, world_size, world_size, strategy, start="spawn")
+    results = run_ranks(_fit_over_nccl, world_size, world_size, strategy, start="spawn", timeout=240)
     agree(results)
     if kind == "dense":
         np.testing.assert_allclose(results[0]["weights"], one_process(), rtol=1e-9, atol=1e-12)
@@ -173,7 +173,7 @@ def _largest(rank):
 @pytest.mark.gpu
 def test_the_memory_of_a_gpu_bounds_the_batch():
     need_gpus(1)
-    ((found, fits, fits_more),) = run_ranks(_largest, 1, start="spawn")
+    ((found, fits, fits_more),) = run_ranks(_largest, 1, start="spawn", timeout=240)
     assert 1 <= found < 4096
     assert fits
     assert not fits_more
@@ -211,7 +211,7 @@ def _taken(rank, optimizer):
 def test_a_step_of_block_top_k_allocates_nothing_on_a_gpu_and_waits_for_nothing(optimizer):
     """Neither memory of the device, nor of the allocator; events of the step before alone are waited for."""
     need_gpus(1)
-    ((segments, allocated, waits, moved),) = run_ranks(_taken, 1, optimizer, start="spawn")
+    ((segments, allocated, waits, moved),) = run_ranks(_taken, 1, optimizer, start="spawn", timeout=240)
     assert segments == 0
     assert allocated == 0
     assert waits <= 2 * 8, "one for what became of the step before, one for a table that is uploaded"

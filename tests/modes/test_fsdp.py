@@ -38,7 +38,7 @@ from lightning_hetero.probe_job import VARIABLE
 from tests.counted import CountedTime
 from tests.helpers import Points, collected, covered, fit, run_ranks, trainer_of
 from tests.loops import SAMPLES, Sharded
-from tests.one_process.test_modules import Block, Body, ShardsItself
+from tests.one_process.test_modules import Block, ShardsItself
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 D = torch.float64
@@ -115,7 +115,7 @@ def _learns(rank, speeds, settings, kwargs, timed, folder=None):
 
 def learned(speeds, settings=None, *args, timed=True, **kwargs):
     """In new processes, whose time is counted."""
-    return run_ranks(_learns, len(speeds), speeds, settings or {}, kwargs, timed, *args, start="fork")
+    return run_ranks(_learns, len(speeds), speeds, settings or {}, kwargs, timed, *args, start="fork", timeout=240)
 
 
 SPEEDS = (0.0008, 0.0024)  # seconds per sample: of 32 samples, 24 and 8 take equally long
@@ -193,7 +193,7 @@ def _begins(rank):
 
 
 def test_all_ranks_begin_with_the_weights_of_rank_0_and_say_what_is_wrong():
-    one, other = run_ranks(_begins, 2)
+    one, other = run_ranks(_begins, 2, timeout=240)
     assert not np.array_equal(one["began"][0], other["began"][0])
     for _, mean, flat in (one["began"], other["began"]):
         assert mean == [0.0] * 7
@@ -245,7 +245,7 @@ class EvaluatedShards(Evaluated, ShardsItself):
 
 def test_a_module_can_be_fitted_twice_and_evaluated_before_and_after():
     expected = Sharded().loss(next(iter(DataLoader(Points(8), 8)))).item()
-    first, second = run_ranks(_uses, 2)
+    first, second = run_ranks(_uses, 2, timeout=240)
     assert not np.array_equal(*first["fits"])
     for name in set(first) - {"fits"}:
         assert [first[name][0], second[name][0]] == pytest.approx([expected] * 2)
@@ -279,14 +279,14 @@ def saves(folder, steps=5):
 def test_training_resumes_inside_an_epoch_on_any_number_of_ranks(tmp_path, files):
     """7 steps an epoch, saved after 10: inside the second epoch. Four ranks hold two replicas."""
     settings = {"save_distributed_checkpoint": files}
-    full = run_ranks(_train, 2, [7, 3], settings, saves(tmp_path))
+    full = run_ranks(_train, 2, [7, 3], settings, saves(tmp_path), timeout=240)
     path = next(tmp_path.glob("*step=10.ckpt"))
     assert path.is_dir() == files
     before = [i for r in full for epoch, step, seen in r["seen"] if epoch == 1 and step < 3 for i in seen]
     for sizes in ([7, 3], [5, 4, 1], [10], [1, 2, 3, 4]):
         model = AsksForSteps if sizes == [7, 3] else Sharded
         more = {**settings, "replicate_size": 2 if len(sizes) == 4 else 1}
-        rest = run_ranks(_train, len(sizes), sizes, more, {"ckpt_path": str(path)}, model, start="fork")
+        rest = run_ranks(_train, len(sizes), sizes, more, {"ckpt_path": str(path)}, model, start="fork", timeout=240)
         assert sorted(before + covered(rest, 1)) == covered(rest, 2) == list(range(70))
         for result in rest:
             assert result["steps"] == 21
@@ -295,11 +295,11 @@ def test_training_resumes_inside_an_epoch_on_any_number_of_ranks(tmp_path, files
 
 def test_one_file_leads_from_hetero_ddp_and_back(tmp_path):
     one = {"save_distributed_checkpoint": False}
-    full = run_ranks(_train, 2, [3, 7], None, saves(tmp_path / "ddp"))
+    full = run_ranks(_train, 2, [3, 7], None, saves(tmp_path / "ddp"), timeout=240)
     path = next((tmp_path / "ddp").glob("*step=10.ckpt"))
     there = run_ranks(_train, 2, [7, 3], one, {"ckpt_path": str(path), **saves(tmp_path / "fsdp", 15)})
     path = next((tmp_path / "fsdp").glob("*step=15.ckpt"))
-    for result in (*there, *run_ranks(_train, 2, [3, 7], None, {"ckpt_path": str(path)})):
+    for result in (*there, *run_ranks(_train, 2, [3, 7], None, {"ckpt_path": str(path)}, timeout=240)):
         np.testing.assert_allclose(result["weights"], full[0]["weights"], **EXACT)
 
 
@@ -340,20 +340,22 @@ def _damaged(rank, path, changes):
 
 
 def test_shards_that_changed_are_named_on_every_rank_before_they_are_read(tmp_path):
-    run_ranks(_train, 2, [7, 3], {"save_distributed_checkpoint": True}, saves(tmp_path))
+    run_ranks(_train, 2, [7, 3], {"save_distributed_checkpoint": True}, saves(tmp_path), timeout=240)
     path, called = next(tmp_path.glob("*step=10.ckpt")), tmp_path / "called"
     files = sorted(one.name for one in path.iterdir())
     hostile = pickle.dumps(Planted(Path.touch, called))
     torchs = pickle.dumps(Planted(torch.save, [], str(called)))  # of a module whose classes are in such files
     same = (files[0], (path / files[0]).read_bytes())
     changes = [*((name, None) for name in files), (".metadata", hostile), same]
-    for *errors, whole in run_ranks(_damaged, 2, path, changes):
+    for *errors, whole in run_ranks(_damaged, 2, path, changes, timeout=240):
         for (name, _), error in zip(changes, errors, strict=False):
             assert str(path) in error
             assert name in error or name == "hetero_state.sha256"
         assert whole is None
     (path / "hetero_state.sha256").unlink()  # as of plain fsdp
-    for *errors, whole in run_ranks(_damaged, 2, path, [(".metadata", hostile), (".metadata", torchs), same]):
+    for *errors, whole in run_ranks(
+        _damaged, 2, path, [(".metadata", hostile), (".metadata", torchs), same], timeout=240
+    ):
         assert all(".metadata" in error for error in errors)
         assert whole is None
     assert not called.exists()
@@ -373,10 +375,10 @@ def _raises(rank, folder, ranks):
 
 def test_a_rank_alone_saves_no_shards_and_waits_for_nobody(tmp_path):
     """One rank that is all does save."""
-    errors = run_ranks(_raises, 2, tmp_path, 2, expect_errors=True, timeout=60)
+    errors = run_ranks(_raises, 2, tmp_path, 2, expect_errors=True, timeout=60, start="fork")
     assert [(rank, kind) for rank, kind, _ in errors] == [(0, "RuntimeError"), (1, "RuntimeError")]
     assert not list(tmp_path.iterdir())
-    assert run_ranks(_raises, 1, tmp_path, 1, expect_errors=True)[0][1] == "ArithmeticError"
+    assert run_ranks(_raises, 1, tmp_path, 1, expect_errors=True, start="fork")[0][1] == "ArithmeticError"
     assert [file.name for file in tmp_path.iterdir()] == ["on_exception.ckpt"]
 
 
@@ -513,7 +515,7 @@ def _refused(rank):
 
 
 def test_what_cannot_be_sharded_is_refused_on_every_rank():
-    assert run_ranks(_refused, 2, timeout=120) == [True, True]
+    assert run_ranks(_refused, 2, timeout=120, start="fork") == [True, True]
 
 
 class OtherDevice(Sharded):
@@ -535,25 +537,3 @@ def test_ranks_that_differ_are_refused_on_every_rank(kind, match):
     errors = run_ranks(_differs, 2, kind, expect_errors=True, timeout=60, start="fork")
     assert [rank for rank, *_ in errors] == [0, 1]
     assert all(match in message for *_, message in errors)
-
-
-# what is sharded together: a rank holds its part of each block
-
-
-def blocks_of(body):
-    from lightning_hetero.strategies._lightning.fsdp.sharding import blocks_of as found
-
-    return found(body)
-
-
-def test_blocks_are_layers_of_several_modules_unless_their_parameters_are_used_elsewhere():
-    inner = nn.Sequential(Block(), Block())
-    network = nn.Sequential(nn.Linear(5, 5), inner, Block())
-    assert blocks_of(network) == [network[2], inner[1], inner[0], inner]
-    body = Body()
-    body.blocks[1].up.weight = body.blocks[0].up.weight
-    assert blocks_of(body) == [body.blocks[2]]
-    body.blocks[1] = body.blocks[0]  # one block that is run twice
-    assert blocks_of(body) == [body.blocks[2]]
-    body.blocks = nn.ModuleList([nn.ModuleList([Block()]), nn.ModuleDict({"a": Block()})])
-    assert blocks_of(body) == [body.blocks[0][0]]

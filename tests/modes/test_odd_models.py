@@ -255,6 +255,6 @@ def check(kind, mode, results):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_mode_trains_it_or_refuses_it(kind):
     for ranks, modes in ((2, MODES), (3, HIERARCHY)):
-        results = run_ranks(_modes, ranks, kind, modes, ranks, start="pool" if ranks == 2 else "fork")
+        results = run_ranks(_modes, ranks, kind, modes, ranks, start="pool" if ranks == 2 else "fork", timeout=240)
         for mode in modes:
             check(kind, mode, [result[mode] for result in results])

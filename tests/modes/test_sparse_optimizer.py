@@ -106,7 +106,7 @@ def _trained(rank, folder):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
-    one, other = run_ranks(_trained, 2, str(folder))
+    one, other = run_ranks(_trained, 2, str(folder), timeout=240)
     for name, result in one.items():
         np.testing.assert_array_equal(result["weights"], other[name]["weights"], name)
     return one, folder / "saved"
@@ -217,14 +217,12 @@ class Wrong(Plain):
         parameters = list(self.parameters())
         if self.what == "other":
             return torch.optim.Adam(parameters)
-        if self.what == "several":
-            return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.net[0], self.net[2])]
         return torch.optim.SGD(
             [*parameters, nn.Parameter(torch.zeros(3))] if self.what == "foreign" else parameters, lr=0.1
         )
 
 
-WRONG = {"manual": "sparse_optimizer", "other": "Adam", "foreign": "1 parameters", "several": "optimizer"}
+WRONG = {"manual": "sparse_optimizer", "other": "Adam", "foreign": "1 parameters"}
 
 
 def _wrong(rank):
@@ -236,7 +234,7 @@ def _wrong(rank):
 
 
 def test_what_cannot_work_is_refused_on_every_rank():
-    assert run_ranks(_wrong, 2) == [True, True]
+    assert run_ranks(_wrong, 2, start="fork", timeout=240) == [True, True]
     for settings in ({}, {"compression": "fp16"}, {"compression": "powersgd"}):
         with pytest.raises(ValueError, match="sparse_optimizer=True"):
             HeteroDDPStrategy(**settings, sparse_optimizer=True)
@@ -277,7 +275,7 @@ def _loop(rank, front):
 
 @pytest.mark.parametrize("front", ["fabric", "accelerate"])
 def test_fabric_and_accelerate_step_and_clip_likewise(front):
-    (weights, grads), (other, _) = run_ranks(_loop, 2, front, env={"OMP_NUM_THREADS": "1"})
+    (weights, grads), (other, _) = run_ranks(_loop, 2, front, env={"OMP_NUM_THREADS": "1"}, timeout=240, start="fork")
     np.testing.assert_array_equal(weights, other)
     expected = replay(torch.optim.SGD, NESTEROV, grads, [NESTEROV["lr"]] * len(grads))
     np.testing.assert_allclose(weights, expected, rtol=1e-9, atol=1e-11)

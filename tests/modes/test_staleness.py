@@ -167,7 +167,7 @@ SUMS = {
 
 def test_weights_are_those_of_sums_that_are_delayed_by_hand():
     """Ragged last batches and two epochs included; the sums of the last step are applied when training ends."""
-    ranks = run_ranks(_each, 2, SUMS)
+    ranks = run_ranks(_each, 2, SUMS, timeout=240)
     for name, case in SUMS.items():
         results = [found[name] for found in ranks]
         how = {"clip": case.get("gradient_clip_val"), "accumulate": case.get("accumulate_grad_batches", 1)}
@@ -338,7 +338,7 @@ def _cut(rank, folder):
 
 
 def test_nothing_is_lost_wherever_training_ends_and_whatever_goes_on(tmp_path):
-    ranks = run_ranks(_cut, 2, str(tmp_path), start="fork")  # the search leaves a thread of tqdm's
+    ranks = run_ranks(_cut, 2, str(tmp_path), start="fork", timeout=240)  # the search leaves a thread of tqdm's
     for name in ranks[0]:
         results = [found[name] for found in ranks]
         if name == "a search for the rate":
@@ -354,7 +354,7 @@ def test_nothing_is_lost_wherever_training_ends_and_whatever_goes_on(tmp_path):
     before = [{"seen": found["saved"]["seen"][:5]} for found in ranks]
     for name, case in ELSEWHERE.items():
         case = {**LATE, **case, "schedule": {5: []}, "ckpt_path": str(tmp_path / "5")}
-        ranks = run_ranks(_each, len(case.get("sizes", (7, 3))), {"rest": case}, start="fork")
+        ranks = run_ranks(_each, len(case.get("sizes", (7, 3))), {"rest": case}, start="fork", timeout=240)
         rest = [found["rest"] for found in ranks]
         np.testing.assert_allclose(rest[0]["weights"], summed(before, rest), **EXACT, err_msg=name)
 
@@ -379,7 +379,7 @@ def _resumed(rank, folder):
 
 
 def test_a_resumed_run_goes_on_identically(tmp_path):
-    for found in run_ranks(_resumed, 2, str(tmp_path)):
+    for found in run_ranks(_resumed, 2, str(tmp_path), timeout=240):
         for name, (whole, *ends) in found.items():
             for rest in ends:
                 assert rest["seen"] == whole["seen"][-len(rest["seen"]) :]
@@ -428,7 +428,7 @@ def _given_times(rank):
 
 
 def test_delays_follow_the_link_if_that_gains_enough_and_no_gradient_is_lost():
-    ranks = run_ranks(_given_times, 2)
+    ranks = run_ranks(_given_times, 2, timeout=240)
     for name in INTERVALS:
         results = [found[name] for found in ranks]
         np.testing.assert_allclose(alike(results)["weights"], by_hand(results)[0], **EXACT, err_msg=name)
@@ -466,7 +466,7 @@ def _thin(rank, folder):
 @pytest.mark.slow("waits for a link that takes its time, and measures it")
 def test_ranks_delay_what_a_thin_link_would_make_them_wait_for(tmp_path):
     """96 kB of gradients on a link of 1.6 MB/s take 60 ms of a step that computes for 80 ms."""
-    delayed = alike(run_ranks(_thin, 2, str(tmp_path)))["delayed"]
+    delayed = alike(run_ranks(_thin, 2, str(tmp_path), timeout=240))["delayed"]
     assert delayed[0] == delayed[7] == [], "something was delayed before anything was measured"
     for step in (9, 16, 23):
         assert "net.0.weight" in delayed[step]
@@ -491,7 +491,7 @@ def _dense(rank):
     def measure(parameters, control, topology, settings):
         return LinkMeasurement(1e-6, 1e20, 1e-6, 2, 10**8)
 
-    how = {"sizes": (2, 2), "model": Still, "samples": 60, "total": 4}
+    how = {"sizes": (2, 2), "model": Still, "samples": 60, "total": 4, "max_epochs": 1}  # then ranks look at the link
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(auto, "measure", measure)
         late = train(rank, {}, **how, callbacks=[DelaysAll()], strategy={"compression": "auto"})
@@ -501,7 +501,7 @@ def _dense(rank):
 def test_where_auto_chooses_dense_sums_those_are_delayed_and_none_is_lost():
     """At weights that stay: the gradients of plain training, and from the choice on each a step later."""
     chosen = auto.AUTO.first_try_step
-    for ours, plain in run_ranks(_dense, 2):
+    for ours, plain in run_ranks(_dense, 2, timeout=240):
         np.testing.assert_allclose(ours[:chosen], plain[:chosen], rtol=1e-5, atol=1e-6)
         assert not ours[chosen].any()
         np.testing.assert_allclose(ours[chosen + 1 : len(plain)], plain[chosen:-1], rtol=1e-5, atol=1e-6)
@@ -560,7 +560,7 @@ def _norms(rank, folder):
 
 def test_norms_of_delayed_sums_are_matched_with_those_of_their_own_step(tmp_path):
     """All steps count but the last, whose sums come too late; also of a run that goes on inside an epoch."""
-    for found in run_ranks(_norms, 2, str(tmp_path)):
+    for found in run_ranks(_norms, 2, str(tmp_path), timeout=240):
         for name, (late, at_once) in found.items():
             assert at_once["samples"] > 60
             assert late == pytest.approx(at_once, rel=0.05 if name == "blocks" else 1e-12), name
@@ -592,4 +592,4 @@ def _refused(rank):
 
 def test_what_would_lose_a_delayed_gradient_is_refused_on_every_rank():
     """More of it: docs/limits.md."""
-    assert run_ranks(_refused, 2) == [True, True]
+    assert run_ranks(_refused, 2, timeout=240) == [True, True]

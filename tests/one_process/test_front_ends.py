@@ -245,7 +245,7 @@ def _stock(rank):
 
 
 def test_weights_equal_stock_lightning_in_the_order_that_it_draws_by_itself():
-    for name, expected in zip(STOCK, run_ranks(_stock, 1, env=ENV)[0], strict=True):
+    for name, expected in zip(STOCK, run_ranks(_stock, 1, env=ENV, timeout=240)[0], strict=True):
         for front_end in ("lightning", "lightning, sharded"):
             close(results_of(front_end, name), expected, 1e-12)
 
@@ -274,7 +274,7 @@ def _more(rank, front_end, folder):
 
 @pytest.mark.parametrize("front_end", SAVING)
 def test_a_saved_run_goes_on_at_the_next_batch(front_end, tmp_path):
-    ranks = run_ranks(_saved, 2, front_end, str(tmp_path), env=ENV)
+    ranks = run_ranks(_saved, 2, front_end, str(tmp_path), env=ENV, timeout=240)
     for found in ranks:
         for name in {"dense", "sparse"} & set(found):
             assert found[f"{name}, later"]["seen"] == found[name]["seen"][10:]
@@ -286,7 +286,7 @@ def test_a_saved_run_goes_on_at_the_next_batch(front_end, tmp_path):
     even = [found["even"] for found in ranks]
     every_sample_once([*before, *even])
     assert sorted(len(result["seen"][0][2]) for result in even) == [4, 6], "the plan of the checkpoint is no multiple"
-    every_sample_once([*before, *run_ranks(_more, 3, front_end, str(tmp_path), env=ENV, start="fork")])
+    every_sample_once([*before, *run_ranks(_more, 3, front_end, str(tmp_path), env=ENV, start="fork", timeout=240)])
 
 
 WRONG = {
@@ -306,4 +306,4 @@ def _wrong(rank, front_end):
 
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
 def test_wrong_settings_are_errors_that_name_them_on_every_rank(front_end):
-    assert run_ranks(_wrong, 2, front_end, env=ENV) == [True, True]
+    assert run_ranks(_wrong, 2, front_end, env=ENV, timeout=240) == [True, True]

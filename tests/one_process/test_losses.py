@@ -6,7 +6,6 @@ docs/what-gets-averaged.md.
 
 import itertools
 import warnings
-from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -198,7 +197,7 @@ FRONTS = (*FETCHED,)
 @pytest.mark.parametrize("name", FETCHED)
 def test_gradients_equal_one_process_however_batches_are_fetched(name):
     cases = [(kind, fetched) for fetched in FETCHED[name] for kind in LOSSES]
-    results = run_ranks(_lightning if name == "lightning" else _own_loop, 2, name, cases, env=ENV)
+    results = run_ranks(_lightning if name == "lightning" else _own_loop, 2, name, cases, env=ENV, timeout=240)
     for (kind, fetched), ranks in zip(cases, zip(*results, strict=True), strict=True):
         steps = [
             [sum(parts, []) for parts in zip(*(micro_batches for _, micro_batches in step), strict=True)]
@@ -226,7 +225,7 @@ class Ordered(torch.utils.data.Sampler):
 def _two_loaders(rank, name):
     """Each way to train on two loaders at once: the error of a loss of both, or gradients and samples."""
     found = {}
-    for kind, sizes in itertools.product(("joined", "concatenated", "apart"), (SIZES, None)):
+    for kind, sizes in itertools.product(("apart", "joined", "concatenated"), (SIZES, None)):
         ours, steps = front(name, rank, local_batch_sizes=sizes), []
         second = ours.prepared(DataLoader(Points(SAMPLES, seed=1), 5, sampler=Ordered()))
         try:
@@ -234,10 +233,11 @@ def _two_loaders(rank, name):
                 ours.model.zero_grad()
                 if kind == "concatenated":
                     ours.backward(ours.model(torch.cat([one[0], other[0]])).square().mean())
+                elif kind == "joined":
+                    ours.backward(mean(ours.model, *one[:2]) + mean(ours.model, *other[:2]))
                 else:
-                    losses = [mean(ours.model, *batch[:2]) for batch in (one, other)]
-                    for loss in [sum(losses)] if kind == "joined" else losses:
-                        ours.backward(loss)
+                    for batch in (one, other):
+                        ours.backward(mean(ours.model, *batch[:2]))
                 steps.append((flat_grads(ours.model), one[2].tolist(), other[2].tolist()))
         except RuntimeError as error:
             steps = str(error), len(steps)
@@ -247,7 +247,7 @@ def _two_loaders(rank, name):
 
 @pytest.mark.parametrize("name", ["fabric", "accelerate"])
 def test_losses_of_two_loaders_equal_one_process_by_themselves_and_are_refused_joined(name):
-    ranks = run_ranks(_two_loaders, 2, name, env=ENV)
+    ranks = run_ranks(_two_loaders, 2, name, env=ENV, start="fork", timeout=240)  # after an error, heartbeats go on
     for found in ranks:
         for kind, uneven in itertools.product(("joined", "concatenated"), (True, False)):
             text, step = found[kind, uneven]
@@ -475,19 +475,19 @@ def _told(rank, name, cases):
 
 def told(name, *cases):
     """The settings that rank 0 names in each run; other ranks say nothing."""
-    first, *others = run_ranks(_told, 2, name, cases, env=ENV)
+    first, *others = run_ranks(_told, 2, name, cases, env=ENV, start="fork", timeout=240)
     assert all(not any(found) for found in others)
     return first
 
 
-@cache
+@pytest.fixture(scope="module")
 def table():
     return dict(zip(TABLE, told("plain torch", *((case, None, {}) for case in TABLE)), strict=True))
 
 
 @pytest.mark.parametrize(("setting", "name"), TABLE)
-def test_a_loss_that_the_weights_do_not_fit_is_named_with_its_setting_and_no_other(setting, name):
-    said = table()[setting, name]
+def test_a_loss_that_the_weights_do_not_fit_is_named_with_its_setting_and_no_other(setting, name, table):
+    said = table[setting, name]
     assert said.count(setting) == (setting is not None)
     assert set(said) <= ({setting, "weight_fn"} if setting else set())
 
@@ -616,7 +616,7 @@ def _gathering(rank, name):
 @pytest.mark.parametrize("name", FRONTS)
 def test_a_gather_by_the_loss_is_torchs_of_equal_batches_and_an_error_of_unequal_ones(name):
     """Also in a validation. Sums, and gathers while the split may move, are named once, with the user's line."""
-    first, second = run_ranks(_gathering, 2, name, env=ENV)
+    first, second = run_ranks(_gathering, 2, name, env=ENV, start="fork", timeout=240)
     assert [second[split][2] for split in SPLITS] == [[], [], []]
     (unequal, _, said), (same, _, _) = first["unequal"], second["unequal"]
     assert len(unequal) == 2

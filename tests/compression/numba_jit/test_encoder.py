@@ -16,7 +16,7 @@ from tests.compression.host import test_encoder
 from tests.compression.host.test_encoder import DTYPES, padded, step_of, unaligned
 from tests.compression.messages import FAULTS, nothing_is_applied, written
 from tests.helpers import run_ranks
-from tests.strategies.test_compression import _fit
+from tests.modes.test_compression import train
 
 pytest.importorskip("numba", exc_type=ImportError)
 
@@ -144,7 +144,7 @@ def test_it_is_chosen_where_numba_is_and_the_model_is_large(monkeypatch):
 
 def _trained(rank, least):
     encoder.NUMBA_MIN_ELEMENTS = least
-    return _fit(rank, [3, 1], BlockTopK(density=0.2), {"max_epochs": 7})
+    return train(rank, BlockTopK(density=0.2), max_epochs=7)
 
 
 def test_training_is_the_same_bit_by_bit():
