@@ -6,10 +6,12 @@ count) of each batch. ``plans`` maps (epoch, step) to sizes to adopt then, ``sav
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from tests.helpers import Points, Regressor, fit
+from tests.helpers import Points, Regressor, trainer_of
 
 SAMPLES = 73  # a prime number: every total batch below leaves a ragged last one
 
@@ -52,6 +54,11 @@ def loss_of(kind):
 LOSS_SETTINGS = {"mean": {}, "sum": {"loss_reduction": "sum"}, "masked": {"weight_fn": masked_count}}
 
 
+def shuffled(rank, batch_size, dataset, **kwargs):
+    """The loader of a training; others take the same arguments."""
+    return DataLoader(dataset, batch_size, shuffle=True, **kwargs)
+
+
 def accelerate_loop(
     rank,
     plugin,
@@ -63,6 +70,7 @@ def accelerate_loop(
     loss="mean",
     plans=None,
     workers=0,
+    loader=None,
     save=None,
     resume=None,
     scheduled=True,
@@ -84,7 +92,7 @@ def accelerate_loop(
     set_seed(3 if resume is None else 4)  # a run that goes on may be started with another seed
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.01 * step))
-    loader = DataLoader(dataset, batch_size, shuffle=True, num_workers=workers)
+    loader = (loader or shuffled)(rank, batch_size, dataset, num_workers=workers)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     seen, grads, metrics, steps, norms = [], [], [], 0, []
     first, skipped = 0, None
@@ -141,6 +149,7 @@ def fabric_loop(
     clip=None,
     loss="mean",
     plans=None,
+    loader=None,
     save=None,
     resume=None,
     another=False,
@@ -158,7 +167,7 @@ def fabric_loop(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     model, optimizer = fabric.setup(model, optimizer)
     dtype = torch.float32 if "precision" in kwargs else torch.float64
-    loader = fabric.setup_dataloaders(DataLoader(Points(SAMPLES, dtype=dtype), batch_size, shuffle=True))
+    loader = fabric.setup_dataloaders((loader or shuffled)(rank, batch_size, Points(SAMPLES, dtype=dtype)))
     state = {"model": model, "optimizer": optimizer, "loader": loader, "epoch": 0}
     if resume is not None:
         fabric.load(resume, state)
@@ -199,25 +208,52 @@ def lightning_loop(
     clip=None,
     loss="mean",
     plans=None,
+    loader=None,
     save=None,
     resume=None,
     another=False,
     **kwargs,
 ):
     """Lightning's Trainer."""
-    return fit(
-        rank,
-        settings,
+    from lightning_hetero import HeteroDDPStrategy
+
+    model = Planned(plans or {}, save or {}, loss)
+    trainer = trainer_of(
+        HeteroDDPStrategy(**settings),
         world_size,
-        batch_size,
-        model=Planned(plans or {}, save or {}, loss),
-        dataset=Points(SAMPLES),
         max_epochs=epochs,
         accumulate_grad_batches=accumulate,
         gradient_clip_val=clip,
-        ckpt_path=resume,
         **kwargs,
     )
+    return _fitted(rank, trainer, model, batch_size, loader, resume)
+
+
+def sharded_loop(
+    rank, settings, batch_size, *, world_size, epochs=2, accumulate=1, clip=None, loss="mean", plans=None, loader=None,
+    save=None, resume=None, another=False,
+):  # fmt: skip
+    """Lightning's Trainer and a model of which each rank has a part."""
+    from lightning_hetero import HeteroFSDPStrategy
+
+    model = PlannedShards(plans or {}, save or {}, loss)
+    settings_of_trainer = {"max_epochs": epochs, "accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
+    trainer = trainer_of(HeteroFSDPStrategy(**settings), world_size, **settings_of_trainer)
+    return _fitted(rank, trainer, model, batch_size, loader, resume)
+
+
+def _fitted(rank, trainer, model, batch_size, loader, resume):
+    trainer.fit(model, (loader or shuffled)(rank, batch_size, Points(SAMPLES)), ckpt_path=resume)
+    plans = trainer.strategy.plan_history
+    return {
+        "weights": model.flat(),
+        "grads": np.stack([g.numpy() for g in model.grads]) if model.grads else np.zeros((0, 0)),
+        "seen": model.seen,
+        "history": [(e.epoch, e.step, e.plan.local_batch_sizes) for e in plans],
+        "rows": [e.rows for e in plans],
+        "steps": trainer.global_step,
+        "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
+    }
 
 
 class Planned(Regressor):
@@ -240,6 +276,62 @@ class Planned(Regressor):
             self.trainer.strategy.adopt(BatchPlan(sum(sizes), sizes))
         if self.steps in self.save:
             self.trainer.save_checkpoint(self.save[self.steps])
+
+
+def whole(tensor):
+    """A sharded tensor of all ranks, a collective call; any other as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+class Sharded(Regressor):
+    """Knows its whole gradients and weights, of which a rank has shards."""
+
+    def on_before_optimizer_step(self, optimizer):
+        self.grads.append(torch.cat([whole(p.grad).detach().flatten().clone() for p in self.net.parameters()]))
+
+    def flat(self):
+        return torch.cat([whole(p).detach().flatten() for p in self.parameters()]).numpy()
+
+
+class PlannedShards(Sharded, Planned):
+    """Both."""
+
+
+def plain_loop(rank, settings, batch_size, *, world_size, epochs=2, loss="mean", plans=None, clip=None, another=False):
+    """Plain torch, as docs/engines.md has it."""
+    from lightning_hetero import BatchPlan
+    from lightning_hetero.comm import gradient_hook
+    from lightning_hetero.config import HeteroConfig
+    from lightning_hetero.data import PermutationStream
+    from lightning_hetero.engine import HeteroEngine
+    from lightning_hetero.session import HeteroSession
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    config, device = HeteroConfig(**settings), torch.device("cpu")
+    engine = HeteroEngine(config, rank=rank, world_size=world_size, device=device, local_rank=rank)
+    session = HeteroSession(engine)
+    batches = session.shard(PermutationStream(SAMPLES, shuffle=True, seed=0), batch_size=batch_size)
+    loader = DataLoader(Points(SAMPLES), batch_sampler=batches)
+    model = DistributedDataParallel(network())
+    model.register_comm_hook(engine.hook_state, gradient_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    seen, grads = [], []
+    for epoch in range(epochs):
+        for step, (x, y, index) in enumerate(session.steps(lambda: iter(loader))):
+            seen.append((epoch, step, index[: engine.own_size].tolist()))
+            with engine.backward():
+                engine.scale_loss(loss_of(loss)(model(x), x, y)).backward()
+            grads.append(flat_grads(model))
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            if plans and (epoch, step) in plans:
+                engine.adopt(BatchPlan(sum(plans[epoch, step]), plans[epoch, step]), "by hand")
+    history = [(e.epoch, e.step, e.plan.local_batch_sizes) for e in engine.plan_history]
+    session.close()
+    return {"weights": flat(model), "grads": np.stack(grads), "seen": seen, "history": history}
 
 
 def _accelerate(rank, settings, batch_size, *, world_size, **kwargs):

@@ -1,13 +1,10 @@
-"""Elastic runs on forked ranks whose batches are claimed in the order of a virtual clock, so that counts are exact."""
+"""Batches that ranks claim in the order of a virtual clock, so that counts are exact."""
 
 import time
 
 import lightning as L
-import torch
 
-from lightning_hetero import HeteroElasticStrategy
 from lightning_hetero.elastic.batch_queue import BatchDispatcher, job_store
-from tests.helpers import Points, Regressor, fit, run_ranks
 
 
 class VirtualClock(BatchDispatcher):
@@ -46,26 +43,3 @@ class Clocked(L.Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         clock = trainer.strategy.engine.dispatcher
         clock.now += clock.cost * len(batch[0])
-
-
-def _fit(rank, world_size, batch_size, arguments, costs, kwargs):
-    torch.manual_seed(0)
-    strategy = HeteroElasticStrategy(**arguments)
-    model = kwargs.pop("model", Regressor)()
-    callbacks = [*kwargs.pop("callbacks", []), *([Clocked(costs)] if costs else [])]
-    result = fit(
-        rank,
-        strategy,
-        world_size,
-        batch_size,
-        **{"dataset": Points(64), "model": model, "callbacks": callbacks, **kwargs},
-    )
-    outcome = getattr(model, "outcome", None)
-    return {**result, "merges": strategy.merges, "outcome": outcome, "sizes": strategy.engine.batch_sizes}
-
-
-def elastic(world_size, batch_size, arguments=None, *, costs=None, timeout=90.0, expect_errors=False, **kwargs):
-    """Results of all ranks; ``costs`` are virtual seconds of a sample on each rank."""
-    arguments = {"merge": "mean", **(arguments or {})}
-    given = (world_size, batch_size, arguments, costs, kwargs)
-    return run_ranks(_fit, world_size, *given, timeout=timeout, expect_errors=expect_errors)

@@ -14,6 +14,7 @@ from lightning_hetero.optim import SparseSGD
 from lightning_hetero.strategies import fabric_ddp
 from tests.helpers import run_ranks, trainer_of
 
+pytestmark = pytest.mark.slow("long trainings, compared by their accuracy")
 TRAIN, EPOCHS = 1400, 16
 
 
@@ -46,19 +47,18 @@ class Digits(L.LightningModule):
 def _train(rank, compression, epochs):
     x, y = digits()
     model = Digits(sparse=compression is not None)
-    strategy = HeteroDDPStrategy(local_batch_sizes=[24, 8], compression=compression)
-    trainer = trainer_of(strategy, 2, max_epochs=epochs)
+    trainer = trainer_of(HeteroDDPStrategy(local_batch_sizes=[24, 8], compression=compression), 2, max_epochs=epochs)
     trainer.fit(model, DataLoader(TensorDataset(x[:TRAIN], y[:TRAIN]), 16, shuffle=True))
     return model.accuracies
 
 
-@pytest.mark.parametrize("settings", [{"density": 0.01}, {"density": 0.01, "value_dtype": "int8"}], ids=str)
-def test_digits_at_one_percent(settings):
-    dense = run_ranks(_train, 2, None, EPOCHS)[0]
-    ours, other = run_ranks(_train, 2, BlockTopK(**settings), int(1.3 * EPOCHS))
-    assert ours == other
-    assert max(ours) >= max(dense) - 0.01
+def test_digits_at_one_percent():
+    dense = run_ranks(_train, 2, None, EPOCHS, timeout=240)[0]
     assert max(dense) > 0.96
+    for settings in ({"density": 0.01}, {"density": 0.01, "value_dtype": "int8"}):
+        ours, other = run_ranks(_train, 2, BlockTopK(**settings), int(1.3 * EPOCHS))
+        assert ours == other
+        assert max(ours) >= max(dense) - 0.01
 
 
 STEPS, RATE = 600, 0.003
@@ -73,16 +73,14 @@ def _learn_text(rank, world_size, steps, rate, **settings):
 
 
 def _sparsely(rank, compression):
-    steps = int(1.3 * STEPS)
-    return _learn_text(rank, 2, steps, 2 * RATE, compression=compression, sparse_optimizer=True)
+    return _learn_text(rank, 2, int(1.3 * STEPS), 2 * RATE, compression=compression, sparse_optimizer=True)
 
 
 def test_text_at_one_percent():
     """A transformer under AdamW, as docs/compression.md says: single elements, balanced, twice the learning rate."""
-    dense = run_ranks(_learn_text, 1, 1, STEPS, RATE)[0]
-    ours, other = run_ranks(_sparsely, 2, "block_topk(density=0.01, block=1, scores='balanced')")
+    dense = run_ranks(_learn_text, 1, 1, STEPS, RATE, timeout=240)[0]
+    ours, other = run_ranks(_sparsely, 2, "block_topk(density=0.01, block=1, scores='balanced')", timeout=240)
     assert ours == other
     best, dense_best = (min(loss for _, loss in losses) for losses in (ours, dense))
-    assert best <= dense_best, (best, dense_best)
-    assert dense_best < 2.4
+    assert best <= dense_best < 2.4
     assert ours[-1][0] <= 1.3 * dense[-1][0]

@@ -14,13 +14,15 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockTopK, GNSCallback, HeteroDDPStrategy
 from lightning_hetero.strategies._lightning.probes.memory import largest_training_batch
-from tests.comm.compressors.block_steps import OPTIMIZERS, BlockSteps
 from tests.helpers import Points, Regressor, covered, run_ranks, trainer_of
 
-PAIRS = [("cpu", "cpu"), *(pytest.param(pair, marks=pytest.mark.gpu) for pair in (("cuda", "cpu"), ("cpu", "cuda")))]
-TRIOS = [
+GROUPS = [
+    ("cpu", "cpu"),
     ("cpu", "cpu", "cpu"),
-    *(pytest.param(trio, marks=pytest.mark.gpu) for trio in (("cuda", "cpu", "cpu"), ("cpu", "cuda", "cuda"))),
+    *(
+        pytest.param(group, marks=pytest.mark.gpu)
+        for group in (("cuda", "cpu"), ("cpu", "cuda"), ("cuda", "cpu", "cpu"), ("cpu", "cuda", "cuda"))
+    ),
 ]
 BLOCKS, FEW = (BlockTopK(density=density, block=4, warmup_steps=1) for density in (0.5, 0.2))
 EXCHANGES = {
@@ -39,6 +41,9 @@ N, TOTAL, EPOCHS = 64, 8, 3
 def need_gpus(count):
     if torch.cuda.device_count() < count:
         pytest.skip(f"needs {count} GPU" + "s" * (count > 1))
+
+
+KEPT = ("block top-k", "block top-k, sparse optimizer", "PowerSGD")
 
 
 class Measured(Regressor):
@@ -72,22 +77,22 @@ def _fit(rank, strategy, world_size, model=Measured, **kwargs):
     return {"weights": model.flat(), "seen": model.seen, "place": model.place, "observations": watched}
 
 
-def _fit_beside(rank, devices, strategy, model=Measured):
-    """Machines of one device each, which meet over gloo."""
+TRAININGS = {
+    2: [*((name, Measured) for name in EXCHANGES), *((name, Overflows) for name in KEPT)],
+    3: [(name, Measured) for name in ("dense", "block top-k", "late")],  # in clusters
+}
+
+
+def _fit_beside(rank, devices):
+    """Machines of one device each, which meet over gloo; the trainings one after another."""
     os.environ.update(LOCAL_RANK="0", NODE_RANK=str(rank))
-    sizes = [6, 2] if len(devices) == 2 else [3, 1, 2]
-    strategy = {"local_batch_sizes": sizes, "process_group_backend": "gloo", **strategy}
-    kind = "gpu" if devices[rank] == "cuda" else "cpu"
-    return _fit(rank, strategy, 1, model, num_nodes=len(devices), accelerator=kind)
-
-
-def beside(devices, strategy, *args):
-    need_gpus("cuda" in devices)
-    results = run_ranks(
-        _fit_beside, len(devices), devices, strategy, *args, start="spawn" if "cuda" in devices else "fork"
-    )
-    assert tuple(result["place"] for result in results) == devices
-    return results
+    settings = {"local_batch_sizes": [6, 2]} if len(devices) == 2 else {"local_batch_sizes": [3, 1, 2]}
+    clusters = {"hierarchy": [[0, 1], [2]]} if len(devices) == 3 else {}
+    kind, found = "gpu" if devices[rank] == "cuda" else "cpu", []
+    for name, model in TRAININGS[len(devices)]:
+        strategy = {**settings, "process_group_backend": "gloo", **clusters, **EXCHANGES[name]}
+        found.append(_fit(rank, strategy, 1, model, num_nodes=len(devices), accelerator=kind))
+    return found
 
 
 def _fit_over_nccl(rank, world_size, strategy):
@@ -110,31 +115,20 @@ def agree(results):
 
 
 def one_process():
-    return run_ranks(_fit, 1, "ddp", 1)[0]["weights"]
+    return run_ranks(_fit, 1, "ddp", 1, timeout=240)[0]["weights"]
 
 
-@pytest.mark.parametrize("kind", EXCHANGES)
-@pytest.mark.parametrize("devices", PAIRS)
-def test_workers_of_two_kinds_train_one_model(devices, kind):
-    results = beside(devices, EXCHANGES[kind])
-    agree(results)
-    if kind == "dense":
-        np.testing.assert_allclose(results[0]["weights"], one_process(), rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", ["dense", "block top-k", "late"])
-@pytest.mark.parametrize("devices", TRIOS)
-def test_clusters_of_two_kinds_train_one_model(devices, kind):
-    """Gradients are summed inside a cluster, and cross between leaders: a GPU's streams are in order all the way."""
-    agree(beside(devices, {"hierarchy": [[0, 1], [2]], **EXCHANGES[kind]}))
-
-
-@pytest.mark.parametrize("kind", ["block top-k", "block top-k, sparse optimizer", "PowerSGD"])
-@pytest.mark.parametrize("devices", PAIRS)
-def test_a_step_that_is_not_finite_is_left_out_by_workers_of_two_kinds(devices, kind):
-    results = beside(devices, EXCHANGES[kind], Overflows)
-    assert np.isfinite(results[0]["weights"]).all()
-    agree(results)
+@pytest.mark.parametrize("devices", GROUPS, ids="-".join)
+def test_workers_of_two_kinds_train_one_model(devices):
+    """Three in clusters: a GPU's streams are in order all the way. A step that is not finite is left out by all."""
+    need_gpus("cuda" in devices)
+    ranks = run_ranks(_fit_beside, len(devices), devices, start="spawn" if "cuda" in devices else "fork", timeout=240)
+    for (name, model), results in zip(TRAININGS[len(devices)], zip(*ranks, strict=True), strict=True):
+        assert tuple(result["place"] for result in results) == devices
+        assert np.isfinite(results[0]["weights"]).all()
+        agree(results)
+        if (name, model) == ("dense", Measured) and len(devices) == 2:
+            np.testing.assert_allclose(results[0]["weights"], one_process(), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.gpu
@@ -143,7 +137,7 @@ def test_a_gpu_for_each_rank_over_nccl(kind):
     need_gpus(1)
     world_size = 2 if torch.cuda.device_count() > 1 else 1
     strategy = {"process_group_backend": "nccl", **EXCHANGES[kind]}
-    results = run_ranks(_fit_over_nccl, world_size, world_size, strategy, start="spawn")
+    results = run_ranks(_fit_over_nccl, world_size, world_size, strategy, start="spawn", timeout=240)
     agree(results)
     if kind == "dense":
         np.testing.assert_allclose(results[0]["weights"], one_process(), rtol=1e-9, atol=1e-12)
@@ -179,7 +173,7 @@ def _largest(rank):
 @pytest.mark.gpu
 def test_the_memory_of_a_gpu_bounds_the_batch():
     need_gpus(1)
-    ((found, fits, fits_more),) = run_ranks(_largest, 1, start="spawn")
+    ((found, fits, fits_more),) = run_ranks(_largest, 1, start="spawn", timeout=240)
     assert 1 <= found < 4096
     assert fits
     assert not fits_more
@@ -190,6 +184,8 @@ def _taken(rank, optimizer):
 
     To wait for the device in another way is an error in them; torch's debug mode does not see waits for events.
     """
+    from tests.comm.compressors.block_steps import BlockSteps
+
     torch.cuda.set_device(0)
     dist.init_process_group("nccl")
     step = BlockSteps((3_000_001, 700), 0.01, "bfloat16", optimizer, torch.device("cuda", 0))
@@ -211,11 +207,11 @@ def _taken(rank, optimizer):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["SparseSGD", "SparseAdamW"])
 def test_a_step_of_block_top_k_allocates_nothing_on_a_gpu_and_waits_for_nothing(optimizer):
     """Neither memory of the device, nor of the allocator; events of the step before alone are waited for."""
     need_gpus(1)
-    ((segments, allocated, waits, moved),) = run_ranks(_taken, 1, optimizer, start="spawn")
+    ((segments, allocated, waits, moved),) = run_ranks(_taken, 1, optimizer, start="spawn", timeout=240)
     assert segments == 0
     assert allocated == 0
     assert waits <= 2 * 8, "one for what became of the step before, one for a table that is uploaded"

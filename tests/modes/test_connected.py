@@ -1,0 +1,133 @@
+"""Strategies that are connected by hand, step by step and without a fit, as Lightning's tests of its own ones are."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_hetero import HeteroDDPStrategy, HeteroElasticStrategy
+from tests.helpers import Points, Regressor, collected, run_ranks, trainer_of
+
+CLASSES = (HeteroDDPStrategy, HeteroElasticStrategy)
+NAMES = ("ddp", "hetero_ddp", "hetero_elastic")
+
+
+class Loaded(Regressor):
+    """Has loaders of its own."""
+
+    shuffle = False
+
+    def train_dataloader(self):
+        return DataLoader(Points(16), 4)
+
+    def val_dataloader(self):
+        return DataLoader(Points(8), 4, shuffle=self.shuffle)
+
+    test_dataloader = val_dataloader
+
+    def validation_step(self, batch, batch_idx):
+        self.loss(batch)
+
+    test_step = validation_step
+
+
+class Shuffled(Loaded):
+    shuffle = True
+
+
+def connected(strategy, devices=1, model=Loaded, **kwargs):
+    """A trainer whose strategy has a module before the module has a trainer."""
+    trainer, model = trainer_of(strategy, devices, **kwargs), model()
+    trainer.strategy.connect(model)
+    trainer._data_connector.attach_data(model)
+    return trainer, model
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_the_timeout_goes_to_the_process_group(cls, monkeypatch):
+    met = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *given, **named: met.append((given, named)))
+    trainer, model = connected(cls(timeout=timedelta(seconds=30)))
+    model.trainer = trainer
+    trainer.strategy.setup_environment()
+    ((given, named),) = met
+    assert given == ("gloo",)
+    assert (named["rank"], named["world_size"], named["timeout"]) == (0, 1, timedelta(seconds=30))
+
+
+def _wrapped(rank, cls):
+    found = []
+    for stage in (TrainerFn.FITTING, TrainerFn.VALIDATING):
+        trainer, model = connected(cls())
+        trainer.state.fn, model.trainer = stage, trainer
+        trainer.strategy.setup_environment()
+        assert trainer.model is model
+        trainer.strategy.setup(trainer)
+        found.append(isinstance(trainer.model, DistributedDataParallel))
+    return found
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_model_is_wrapped_for_a_fit_only(cls):
+    assert run_ranks(_wrapped, 1, cls, timeout=240) == [[cls is HeteroDDPStrategy, False]]
+
+
+@pytest.mark.filterwarnings("ignore:.*has shuffling enabled")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("model", [Loaded, Shuffled])
+def test_an_evaluation_is_shared_and_shuffled_as_under_ddp(name, model):
+    trainer, _ = connected(name, 2, model)
+    trainer.state.fn = TrainerFn.VALIDATING
+    with pytest.warns(UserWarning, match="multi-device settings use `DistributedSampler`"):
+        trainer.validate_loop.setup_data()
+    trainer, _ = connected(name, 2, model)
+    trainer.fit_loop.epoch_loop.val_loop.setup_data()
+    assert trainer.val_dataloaders.sampler.shuffle == model.shuffle
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_samplers_of_combined_loaders_are_distributed_unless_the_user_does_it(name, own):
+    points = Points(10)
+    combined = CombinedLoader({"a": DataLoader(points), "b": [DataLoader(points, sampler=RandomSampler(points))]})
+    trainer, model = connected(name, 2, use_distributed_sampler=not own)
+    trainer._data_connector.attach_data(model, train_dataloaders=combined)
+    trainer.fit_loop.setup_data()
+    expected = SequentialSampler | RandomSampler if own else DistributedSampler
+    assert [isinstance(loader.sampler, expected) for loader in combined.flattened] == [True, True]
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_before_the_processes_have_met_a_train_loader_is_left_even_and_a_value_can_be_reduced(cls):
+    lines = collected()
+    trainer, model = connected(cls(), 2)
+    trainer.state.fn, trainer.state.stage = TrainerFn.FITTING, RunningStage.TRAINING
+    given = model.train_dataloader()
+    assert trainer.strategy.process_dataloader(given) is given
+    assert sum("before the processes have met" in line for line in lines) == 1
+    assert float(cls(parallel_devices=[torch.device("cpu")]).reduce(torch.tensor(3))) == 3.0
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_checkpoint_can_be_read_where_nothing_is_set_up(cls, tmp_path):
+    """As after a training in processes that were spawned, in the one that spawned them."""
+    trainer, model = connected(cls())
+    states = [model.configure_optimizers().state_dict()]
+    torch.save({"state_dict": model.state_dict(), "optimizer_states": states}, tmp_path / "last.ckpt")
+    checkpoint = trainer.strategy.load_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+    assert set(checkpoint) == {"state_dict", "optimizer_states"}
+    trainer.strategy.optimizers = [model.configure_optimizers()]
+    trainer.strategy.load_optimizer_state_dict(checkpoint)
+    assert trainer.strategy.optimizers[0].state_dict() == states[0]
+
+
+def test_the_accelerator_may_be_the_first_argument_as_that_of_ddp():
+    accelerator = CPUAccelerator()
+    assert trainer_of(HeteroDDPStrategy(accelerator), 1, accelerator="auto").accelerator is accelerator

@@ -1,0 +1,539 @@
+"""Sharded models (``hetero_fsdp``): the learned split, plans, checkpoints, and what is refused.
+
+Gradients and weights are those of one process: tests/one_process.
+"""
+
+import pickle
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+)
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+from lightning_hetero import (
+    AdaptiveBatchCallback,
+    GNSCallback,
+    HeteroDDPStrategy,
+    HeteroFSDPStrategy,
+    LookAheadCallback,
+    TTACallback,
+)
+from lightning_hetero.comm.timing.step_timer import StepTimer
+from lightning_hetero.core import DamagedCheckpointError
+from lightning_hetero.probe_job import VARIABLE
+from tests.counted import CountedTime
+from tests.helpers import Points, collected, covered, fit, run_ranks, trainer_of
+from tests.loops import SAMPLES, Sharded
+from tests.one_process.test_modules import Block, ShardsItself
+
+EXACT = {"rtol": 1e-12, "atol": 1e-13}
+D = torch.float64
+pytestmark = pytest.mark.filterwarnings("ignore:The `srun` command|ignore::FutureWarning", "ignore::UserWarning")
+
+
+# decisions
+
+
+class Spend(torch.autograd.Function):
+    """Takes a third of its counted time in the forward pass and the rest in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, spend, seconds):
+        ctx.spend, ctx.seconds = spend, seconds
+        spend(seconds / 3)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.spend(ctx.seconds * 2 / 3)
+        return gradient, None, None
+
+
+class TimedBlock(nn.Module):
+    def __init__(self, spend, per_sample):
+        super().__init__()
+        self.spend, self.per_sample = spend, per_sample
+        self.linear, self.tanh = nn.Linear(5, 5, dtype=D), nn.Tanh()
+
+    def forward(self, x):
+        return Spend.apply(self.tanh(self.linear(x)), self.spend, self.per_sample * len(x))
+
+
+class Timed(L.LightningModule):
+    def __init__(self, spend, per_sample, blocks=3):
+        super().__init__()
+        timed = [TimedBlock(spend, per_sample / blocks) for _ in range(blocks)]
+        self.net = nn.Sequential(*timed, nn.Linear(5, 1).double())
+        self.ran = []
+
+    def training_step(self, batch, batch_idx):
+        self.ran.append(len(batch[0]))
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def counted(rank, timed=True):
+    """Time of a rank that waits for the last one at each collective of a sharded model, with marks or without."""
+    time, waiting = CountedTime(rank, 1e9), StepTimer.waiting if timed else nullcontext
+
+    @contextmanager
+    def waits(timer):
+        with waiting(timer):
+            yield
+            time.now = time.last_ready()
+
+    StepTimer.waiting = waits
+    return time
+
+
+def _learns(rank, speeds, settings, kwargs, timed, folder=None):
+    """Sizes that were run and planned; with a folder, also those of a run that goes on from the end."""
+    model = Timed(counted(rank, timed).spend, speeds[rank])
+    strategy = HeteroFSDPStrategy(replan=6, **settings)
+    save = {"callbacks": [ModelCheckpoint(folder)], "enable_checkpointing": True} if folder else {}
+    trainer = trainer_of(strategy, len(speeds), **{"max_epochs": 1, **kwargs, **save})
+    path = next(folder.glob("*.ckpt"), None) if folder else None
+    trainer.fit(model, DataLoader(Points(16 * len(speeds) * 26), 16, shuffle=True), ckpt_path=path)
+    return model.ran, [entry.plan.local_batch_sizes for entry in strategy.plan_history]
+
+
+def learned(speeds, settings=None, *args, timed=True, **kwargs):
+    """In new processes, whose time is counted."""
+    return run_ranks(_learns, len(speeds), speeds, settings or {}, kwargs, timed, *args, start="fork", timeout=240)
+
+
+SPEEDS = (0.0008, 0.0024)  # seconds per sample: of 32 samples, 24 and 8 take equally long
+FOUR = (0.0005, 0.001, 0.002, 0.004)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "settings", "kwargs"),
+    [(SPEEDS, {"policy": "pid"}, {}), (SPEEDS, {}, {"accumulate_grad_batches": 2}), (FOUR, {"replicate_size": 2}, {})],
+    ids=["pid", "accumulation", "replicas"],
+)
+def test_the_split_that_is_learned_is_close_to_the_optimum(speeds, settings, kwargs):
+    """Although every rank waits for the slowest before each block, so that all take equally long. Time is counted."""
+    results = learned(speeds, settings, **kwargs)
+    plans = results[0][1]
+    assert plans[0] == (16,) * len(speeds)
+    optimum = 16 * len(speeds) / sum(1 / speed for speed in speeds)  # seconds, of shares that are no integers
+    assert optimum / max(size * speed for size, speed in zip(plans[-1], speeds, strict=True)) > 0.93, plans
+    for rank, (ran, told) in enumerate(results):
+        assert told == plans
+        assert ran[0] == plans[0][rank]
+        assert plans[-1][rank] in ran, "the decision changes the batches that follow"
+
+
+def test_memory_bounds_the_split_and_a_resumed_run_begins_with_what_was_learned(tmp_path):
+    bounds = {"max_local_batch_sizes": [18, 32]}
+    (ran, plans), _ = learned(SPEEDS, bounds, tmp_path)
+    assert plans[-1] == (18, 14)
+    assert max(ran) <= 18
+    again = learned(SPEEDS, bounds, tmp_path, max_epochs=2)[0][1]
+    assert again[0] == (18, 14)
+
+
+def test_timing_without_marks_finds_all_ranks_equally_fast():
+    """What the marks are there for: the times of a whole step tell nothing of a rank's own speed."""
+    plans = learned(SPEEDS, timed=False)[0][1]
+    assert all(abs(size - 16) <= 3 for plan in plans for size in plan), plans
+
+
+# what it begins with, and what it says
+
+
+class Normalised(Sharded):
+    """Differs between ranks until the training begins."""
+
+    def __init__(self, rank):
+        super().__init__(lr=0.0)
+        torch.manual_seed(rank)
+        self.net = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 1)).double()
+        self.net[1].running_mean.fill_(float(rank))
+        self.first, self.began = self.net[0].weight.detach().clone().numpy().ravel(), []
+
+    def on_train_start(self):
+        self.began = [self.net[1].running_mean.tolist(), self.flat()]
+
+
+def _begins(rank):
+    found, lines = {}, collected()
+    model, strategy = Normalised(rank), HeteroFSDPStrategy()
+    trainer_of(strategy, 2, max_epochs=1, limit_train_batches=1).fit(model, DataLoader(Points(16), 4))
+    found["began"] = model.first, *model.began
+    for policy in ("static", "even"):
+        strategy = HeteroFSDPStrategy(policy=policy)
+        fit(rank, strategy, 2, 8, model=Sharded(), dataset=Points(64))
+        found[policy] = {entry.plan.local_batch_sizes for entry in strategy.plan_history}
+    strategy = HeteroFSDPStrategy(reshard_after_forward=False, auto_wrap_policy={Block})
+    fit(rank, strategy, 2, 8, model=ShardsItself(), max_epochs=1)
+    found["without effect"] = [line for line in lines if "without effect" in line]
+    trainer = trainer_of(HeteroFSDPStrategy(), 2)
+    for number in (1, 2):
+        trainer.fit_loop.max_epochs = number
+        trainer.fit(Sharded(loss_scale=float("nan")), DataLoader(Points(16), 4))
+    found["nan"] = [line for line in lines if "the loss is nan" in line]
+    return found
+
+
+def test_all_ranks_begin_with_the_weights_of_rank_0_and_say_what_is_wrong():
+    one, other = run_ranks(_begins, 2, timeout=240)
+    assert not np.array_equal(one["began"][0], other["began"][0])
+    for _, mean, flat in (one["began"], other["began"]):
+        assert mean == [0.0] * 7
+        np.testing.assert_array_equal(flat[: one["began"][0].size], one["began"][0])
+        np.testing.assert_array_equal(flat, one["began"][2])
+    for policy in ("static", "even"):
+        assert one[policy] in ({(8, 8)}, set())
+    assert ["reshard_after_forward" in line for line in one["without effect"]] == [True]
+    assert other["without effect"] == []
+    assert [len(found["nan"]) for found in (one, other)] == [2, 2], "each training says it"
+
+
+def _uses(rank):
+    """Two fits of one module, a loop of one's own behind them, and evaluations around a fit."""
+    model, weights, found = Sharded(), [], {}
+    for _ in range(2):
+        trainer = trainer_of(HeteroFSDPStrategy(local_batch_sizes=[12, 4]), 2, max_epochs=1)
+        trainer.fit(model, DataLoader(Points(SAMPLES), 8, shuffle=True))
+        weights.append(model.flat())
+    model.net(torch.ones(3, 5, dtype=D)).sum().backward()
+    found["fits"] = weights
+    for kind in (Evaluated, EvaluatedShards):
+        for settings in ({"balance_evaluation": True}, {"replicate_size": 2}):
+            model, trainer, data = kind(), trainer_of(HeteroFSDPStrategy(**settings), 2, max_epochs=1), Points(8)
+            loss = trainer.test(model, DataLoader(data, 2), verbose=False)[0]["loss"]
+            found[kind.__name__, str(settings)] = loss, list(model.tested)
+            trainer.validate(model, DataLoader(data, 2), verbose=False)
+            trainer.fit(model, DataLoader(data, 2), DataLoader(data, 2))
+            trainer.test(model, DataLoader(data, 2), verbose=False)
+    return found
+
+
+class Evaluated(Sharded):
+    def __init__(self):
+        super().__init__()
+        self.tested = []
+
+    def test_step(self, batch, batch_idx):
+        self.tested += batch[2].tolist()
+        self.log("loss", self.loss(batch), sync_dist=True)
+
+    def validation_step(self, batch, batch_idx):
+        self.loss(batch)
+
+
+class EvaluatedShards(Evaluated, ShardsItself):
+    """Its own sharding leaves the outermost module gathered after an evaluation."""
+
+
+def test_a_module_can_be_fitted_twice_and_evaluated_before_and_after():
+    expected = Sharded().loss(next(iter(DataLoader(Points(8), 8)))).item()
+    first, second = run_ranks(_uses, 2, timeout=240)
+    assert not np.array_equal(*first["fits"])
+    for name in set(first) - {"fits"}:
+        assert [first[name][0], second[name][0]] == pytest.approx([expected] * 2)
+        assert sorted(first[name][1] + second[name][1]) == list(range(8))
+
+
+# checkpoints
+
+
+class AsksForSteps(Sharded):
+    """Sets up the loaders before the position of the checkpoint is known."""
+
+    def configure_optimizers(self):
+        assert self.trainer.estimated_stepping_batches == 21
+        return super().configure_optimizers()
+
+
+def _train(rank, sizes, settings, kwargs, model=Sharded):
+    """With ``settings`` of None under ``hetero_ddp``."""
+    cls = HeteroDDPStrategy if settings is None else HeteroFSDPStrategy
+    strategy, ranks = cls(local_batch_sizes=sizes, **(settings or {})), len(sizes)
+    return fit(rank, strategy, ranks, 10 // ranks, model=model(), dataset=Points(70), max_epochs=3, **kwargs)
+
+
+def saves(folder, steps=5):
+    callback = ModelCheckpoint(dirpath=folder, save_top_k=-1, filename="{epoch}-{step}", every_n_train_steps=steps)
+    return {"callbacks": [callback], "enable_checkpointing": True}
+
+
+@pytest.mark.parametrize("files", [True, False], ids=["shards", "one file"])
+def test_training_resumes_inside_an_epoch_on_any_number_of_ranks(tmp_path, files):
+    """7 steps an epoch, saved after 10: inside the second epoch. Four ranks hold two replicas."""
+    settings = {"save_distributed_checkpoint": files}
+    full = run_ranks(_train, 2, [7, 3], settings, saves(tmp_path), timeout=240)
+    path = next(tmp_path.glob("*step=10.ckpt"))
+    assert path.is_dir() == files
+    before = [i for r in full for epoch, step, seen in r["seen"] if epoch == 1 and step < 3 for i in seen]
+    for sizes in ([7, 3], [5, 4, 1], [10], [1, 2, 3, 4]):
+        model = AsksForSteps if sizes == [7, 3] else Sharded
+        more = {**settings, "replicate_size": 2 if len(sizes) == 4 else 1}
+        rest = run_ranks(_train, len(sizes), sizes, more, {"ckpt_path": str(path)}, model, start="fork", timeout=240)
+        assert sorted(before + covered(rest, 1)) == covered(rest, 2) == list(range(70))
+        for result in rest:
+            assert result["steps"] == 21
+            np.testing.assert_allclose(result["weights"], full[0]["weights"], **EXACT)
+
+
+def test_one_file_leads_from_hetero_ddp_and_back(tmp_path):
+    one = {"save_distributed_checkpoint": False}
+    full = run_ranks(_train, 2, [3, 7], None, saves(tmp_path / "ddp"), timeout=240)
+    path = next((tmp_path / "ddp").glob("*step=10.ckpt"))
+    there = run_ranks(_train, 2, [7, 3], one, {"ckpt_path": str(path), **saves(tmp_path / "fsdp", 15)})
+    path = next((tmp_path / "fsdp").glob("*step=15.ckpt"))
+    for result in (*there, *run_ranks(_train, 2, [3, 7], None, {"ckpt_path": str(path)}, timeout=240)):
+        np.testing.assert_allclose(result["weights"], full[0]["weights"], **EXACT)
+
+
+class Planted:
+    """Says that somebody's code was called."""
+
+    def __init__(self, *call):
+        self.call = call
+
+    def __reduce__(self):
+        function, *arguments = self.call
+        return function, tuple(arguments)
+
+
+def flipped(content):
+    """The content with one bit less or more, in the middle."""
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 64]) + content[middle + 1 :]
+
+
+def _damaged(rank, path, changes):
+    """Error of each change of a checkpoint, which rank 0 makes and takes back."""
+    found = []
+    for name, change in changes:
+        content = (path / name).read_bytes()
+        if rank == 0:
+            (path / name).write_bytes(flipped(content) if change is None else change)
+        trainer, model = trainer_of(HeteroFSDPStrategy(), 2, max_epochs=3), Sharded()
+        try:
+            trainer.fit(model, DataLoader(Points(70), 5), ckpt_path=str(path))
+            found.append(None)
+        except DamagedCheckpointError as error:
+            found.append(str(error))
+        dist.barrier()
+        if rank == 0:
+            (path / name).write_bytes(content)
+    return found
+
+
+def test_shards_that_changed_are_named_on_every_rank_before_they_are_read(tmp_path):
+    run_ranks(_train, 2, [7, 3], {"save_distributed_checkpoint": True}, saves(tmp_path), timeout=240)
+    path, called = next(tmp_path.glob("*step=10.ckpt")), tmp_path / "called"
+    files = sorted(one.name for one in path.iterdir())
+    hostile = pickle.dumps(Planted(Path.touch, called))
+    torchs = pickle.dumps(Planted(torch.save, [], str(called)))  # of a module whose classes are in such files
+    same = (files[0], (path / files[0]).read_bytes())
+    changes = [*((name, None) for name in files), (".metadata", hostile), same]
+    for *errors, whole in run_ranks(_damaged, 2, path, changes, timeout=240):
+        for (name, _), error in zip(changes, errors, strict=False):
+            assert str(path) in error
+            assert name in error or name == "hetero_state.sha256"
+        assert whole is None
+    (path / "hetero_state.sha256").unlink()  # as of plain fsdp
+    for *errors, whole in run_ranks(
+        _damaged, 2, path, [(".metadata", hostile), (".metadata", torchs), same], timeout=240
+    ):
+        assert all(".metadata" in error for error in errors)
+        assert whole is None
+    assert not called.exists()
+
+
+class Raises(Sharded):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            raise ArithmeticError(f"of rank {self.global_rank}")
+        return super().training_step(batch, batch_idx)
+
+
+def _raises(rank, folder, ranks):
+    lines = [OnExceptionCheckpoint(folder)]
+    fit(rank, HeteroFSDPStrategy(), ranks, 8, model=Raises(), callbacks=lines, enable_checkpointing=True)
+
+
+def test_a_rank_alone_saves_no_shards_and_waits_for_nobody(tmp_path):
+    """One rank that is all does save."""
+    errors = run_ranks(_raises, 2, tmp_path, 2, expect_errors=True, timeout=60, start="fork")
+    assert [(rank, kind) for rank, kind, _ in errors] == [(0, "RuntimeError"), (1, "RuntimeError")]
+    assert not list(tmp_path.iterdir())
+    assert run_ranks(_raises, 1, tmp_path, 1, expect_errors=True, start="fork")[0][1] == "ArithmeticError"
+    assert [file.name for file in tmp_path.iterdir()] == ["on_exception.ckpt"]
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"compression": "block_topk"}, "hetero_ddp"),
+        ({"hierarchy": "nodes"}, "replicate_size="),
+        ({"sparse_optimizer": True}, "sparse_optimizer"),
+        ({"staleness": 1}, "staleness"),
+        ({"transfer_priority": True}, "transfer_priority"),
+        ({"probe_memory": True}, "max_local_batch_sizes="),
+        ({"on_nonfinite": "skip"}, "on_nonfinite"),
+        ({"tensor_parallel_size": 2}, "ModelParallelStrategy"),
+        ({"ddp_comm_hook": print}, "ddp_comm_hook"),
+        ({"find_unused_parameters": True}, "find_unused_parameters"),
+        ({"sharding_strategy": "HYBRID_SHARD"}, "replicate_size="),
+        ({"max_total_batch_size": 64}, "AdaptiveBatchCallback"),
+        ({"max_local_batch_size": 64}, "max_local_batch_sizes"),
+        ({"auto_wrap_policy": ["Block"]}, "auto_wrap_policy"),
+        ({"auto_wrap_policy": nn.Linear}, "auto_wrap_policy"),
+        ({"auto_wrap_policy": print}, "FSDP1"),
+        ({"mp_policy": "bf16"}, "mp_policy"),
+        ({"reshard_after_forward": "True"}, "reshard_after_forward"),
+        ({"replicate_size": 0}, "replicate_size=0"),
+        ({"local_batch_sizes": [3, 1], "policy": "static"}, "policy"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
+)
+def test_an_argument_of_another_strategy_is_refused_by_name(given, match):
+    with pytest.raises((TypeError, ValueError), match=match):
+        HeteroFSDPStrategy(**given)
+
+
+def test_settings_that_are_off_may_stay():
+    HeteroFSDPStrategy(compression=None, staleness=0, on_nonfinite="ignore", find_unused_parameters=False)
+
+
+class Odd(Sharded):
+    """With one thing that cannot be sharded, or not be left to the default."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+        if what == "shared":
+            self.other = nn.Linear(5, 7, dtype=D)
+            self.other.weight = self.net[0].weight
+        elif what == "own":
+            self.scale = nn.Parameter(torch.ones((), dtype=D))
+        elif what == "in a list":
+            self.weights = nn.ParameterList([torch.ones(2)])
+        elif what in ("rescaled", "sparse"):
+            self.table = nn.Embedding(3, 2, **({"max_norm": 1.0} if what == "rescaled" else {"sparse": True}))
+        elif what == "thawed":
+            self.scale = nn.Parameter(torch.ones(1, dtype=D), requires_grad=False)
+        elif what == "deeper" and dist.is_initialized() and dist.get_rank() == 1:
+            self.more = nn.Linear(3, 3, dtype=D)
+        self.automatic_optimization = what != "direct"
+
+    def configure_model(self):
+        strategy = self.trainer.strategy
+        if self.what == "partly":
+            fully_shard(self.net[0], mesh=strategy.data_parallel_mesh)
+        elif self.what == "divided":
+            for part in (self.net[0], self.net[2], self.net):
+                fully_shard(part, mesh=strategy.data_parallel_mesh)
+            self.net[0].set_gradient_divide_factor(1.0)
+        elif self.what == "half of a mesh":
+            fully_shard(self.net, mesh=strategy.device_mesh["tensor_parallel"])
+
+    def forward(self, x):
+        out = self.net(x) * (self.scale if hasattr(self, "scale") else 1.0)
+        return self.late(out) if hasattr(self, "late") else out
+
+    def on_train_epoch_start(self):
+        if self.what == "thawed":
+            self.scale.requires_grad_(True)
+        elif self.what == "grown":
+            self.late = nn.Linear(1, 1, dtype=D)
+            self.trainer.optimizers[0].add_param_group({"params": list(self.late.parameters())})
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.what == "direct":
+            loss.backward()
+        return loss
+
+
+ODD = {
+    "shared": "net.*other",
+    "own": "scale",
+    "in a list": r"weights\.0",
+    "partly": "net.2.weight",
+    "divided": "set_gradient_divide_factor",
+    "half of a mesh": "data_parallel_mesh",
+    "rescaled": "max_norm",
+    "sparse": "table",
+    "direct": "loss.backward",
+    "thawed": "scale",
+    "grown": "late.weight",
+}
+REFUSED = {
+    "auto_wrap_policy": ({"auto_wrap_policy": {Block}}, {}),
+    "replicate_size=3": ({"replicate_size": 3}, {}),
+    "data_parallel_size=4": ({"data_parallel_size": 4}, {}),
+    "max_local_batch_sizes": ({"max_local_batch_sizes": [4]}, {}),
+    "LearningRateFinder": ({}, {"callbacks": LearningRateFinder}),
+    "GNSCallback": ({}, {"callbacks": GNSCallback}),
+    "AdaptiveBatchCallback": ({}, {"callbacks": partial(AdaptiveBatchCallback, 64)}),
+    "TTACallback": ({}, {"callbacks": TTACallback}),
+    "LookAheadCallback": ({}, {"callbacks": LookAheadCallback}),
+    "StochasticWeightAveraging": ({}, {"callbacks": partial(StochasticWeightAveraging, 0.1)}),
+    "EMAWeightAveraging": ({}, {"callbacks": EMAWeightAveraging}),
+    "sync_batchnorm=True": ({}, {"sync_batchnorm": True}),
+}
+
+
+def _refused(rank):
+    for what, match in ODD.items():
+        with pytest.raises(Exception, match=match):
+            fit(rank, HeteroFSDPStrategy(), 2, 8, model=Odd(what))
+    for match, (settings, kwargs) in REFUSED.items():
+        kwargs = {name: [value()] if name == "callbacks" else value for name, value in kwargs.items()}
+        with pytest.raises(Exception, match=match):
+            fit(rank, HeteroFSDPStrategy(**settings), 2, 8, model=Sharded(), **kwargs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, "{}")
+        with pytest.raises(Exception, match=VARIABLE):
+            fit(rank, "hetero_fsdp", 2, 8, model=Sharded())
+    return True
+
+
+def test_what_cannot_be_sharded_is_refused_on_every_rank():
+    assert run_ranks(_refused, 2, timeout=120, start="fork") == [True, True]
+
+
+class OtherDevice(Sharded):
+    """The second rank is on a device of another kind, as far as the strategy can tell."""
+
+    def configure_model(self):
+        if self.trainer.global_rank == 1:
+            type(self.trainer.strategy).root_device = torch.device("meta")
+
+
+def _differs(rank, kind):
+    if kind == "deeper":
+        dist.init_process_group("gloo")
+    fit(rank, HeteroFSDPStrategy(), 2, 8, model=OtherDevice() if kind == "device" else Odd(kind))
+
+
+@pytest.mark.parametrize(("kind", "match"), [("device", "kind of device"), ("deeper", "the model")])
+def test_ranks_that_differ_are_refused_on_every_rank(kind, match):
+    errors = run_ranks(_differs, 2, kind, expect_errors=True, timeout=60, start="fork")
+    assert [rank for rank, *_ in errors] == [0, 1]
+    assert all(match in message for *_, message in errors)

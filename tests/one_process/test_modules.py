@@ -1,0 +1,354 @@
+"""Modules and trainers of every kind under ``hetero_ddp`` and ``hetero_fsdp``: weights of Lightning on one process.
+
+``CASES`` has a row for each; docs/limits.md has more of them (tests/test_limits.py).
+"""
+
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lightning_hetero import HeteroDDPStrategy, HeteroFSDPStrategy
+from tests.helpers import Points, covered, run_ranks, trainer_of
+from tests.loops import SAMPLES, Sharded
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+D = torch.float64
+
+
+class Quiet(Sharded):
+    """Keeps no gradients: a parameter may have none."""
+
+    def on_before_optimizer_step(self, optimizer):
+        """Nothing."""
+
+
+# how the optimizer is driven
+
+
+class InClosure(Quiet):
+    """The form in which Lightning shows a closure."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        optimizer = self.optimizers()
+
+        def closure():
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure=closure)
+
+
+class Adversaries(Quiet):
+    """Two networks, two optimizers that are toggled as Lightning's documentation does, two backward passes a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = nn.Sequential(nn.Sequential(nn.Linear(5, 4), nn.Tanh()), nn.Linear(4, 5)).double()
+        self.critic = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append((self.trainer.current_epoch, batch_idx, self.counted(batch)))
+        first, second = self.optimizers()
+        for optimizer in (first, second):
+            self.toggle_optimizer(optimizer)
+            fake = self.net(batch[0])
+            made = nn.functional.softplus(-self.critic(fake) if optimizer is first else self.critic(fake.detach()))
+            optimizer.zero_grad()
+            self.manual_backward(made.mean())
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def counted(self, batch):
+        size = getattr(getattr(self.trainer.strategy, "engine", None), "own_size", None)
+        return [] if size == 0 else batch[2].tolist()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(net.parameters(), lr=0.05) for net in (self.net, self.critic)]
+
+
+# which parameters a batch uses
+
+
+class Unused(Quiet):
+    """A branch that takes no part in the even batches of an epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.extra = nn.Linear(5, 1, dtype=D)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.extra(batch[0]).square().mean() if batch_idx % 2 else loss
+
+
+class Router(nn.Module):
+    """Two experts, each for some samples, and one parameter that nothing uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right, self.unused = (nn.Linear(5, 5, dtype=D) for _ in range(3))
+        self.head = nn.Linear(5, 1, dtype=D)
+
+    def forward(self, x):
+        left = x[:, 0] > 0
+        for expert, mine in ((self.left, left), (self.right, ~left)):
+            if mine.any():
+                x = x.index_put((mine.nonzero()[:, 0],), expert(x[mine]))
+        return self.head(x)
+
+
+class Experts(Quiet):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.net = Router()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.02, weight_decay=0.1)
+
+
+class Unfrozen(Quiet):
+    """Trains its first layer from the second epoch on, and clamps its weights, both after a validation."""
+
+    def on_train_epoch_start(self):
+        self.net[0].requires_grad_(self.trainer.current_epoch > 0)
+
+    def validation_step(self, batch, batch_idx):
+        self.loss(batch)
+
+    def val_dataloader(self):
+        return DataLoader(Points(8), 4)
+
+    def on_validation_epoch_end(self):
+        with torch.no_grad():
+            for p in self.parameters():
+                p.clamp_(-0.3, 0.3)
+
+
+# what happens in a forward pass
+
+
+class SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor):
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return SumOverRanks.forward(ctx, gradient)
+
+
+class Centered(Quiet):
+    """Subtracts the global mean of the outputs: an operation that crosses ranks inside the model."""
+
+    def loss(self, batch):
+        x, y, _ = batch
+        out = self(x)
+        total, count = out.sum().reshape(1), torch.tensor([float(len(x))], dtype=out.dtype)
+        if getattr(self.trainer.strategy, "engine", None) is not None and self.trainer.strategy.engine.own_size == 0:
+            total, count = total * 0, count * 0
+        stacked = SumOverRanks.apply(torch.cat([total, count]))
+        return nn.functional.mse_loss(out - stacked[0] / stacked[1], y)
+
+
+class Slope(Quiet):
+    """Needs the gradient of its input for the loss."""
+
+    def loss(self, batch):
+        x = batch[0].clone().requires_grad_(True)
+        (slope,) = torch.autograd.grad(nn.functional.mse_loss(self(x), batch[1], reduction="sum"), x)
+        return nn.functional.mse_loss(self(batch[0] + 0.1 * slope.sign()), batch[1])
+
+
+class Looks(Quiet):
+    """Looks at its output between the backward pass and the optimizer step."""
+
+    def on_after_backward(self):
+        with torch.no_grad():
+            self(torch.ones(2, 5, dtype=D))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 9, dtype=D), nn.Linear(9, 5, dtype=D)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Body(nn.Module):
+    """Blocks whose activations are computed again in the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class Deep(Sharded):
+    def __init__(self, compiled=False):
+        super().__init__()
+        self.body = Body()
+        if compiled:
+            self.body.compile(dynamic=True, backend="aot_eager")
+
+    def forward(self, x):
+        return self.net(self.body(x))
+
+
+def compiled():
+    return Deep(compiled=True)
+
+
+class ShardsItself(Sharded):
+    def configure_model(self):
+        mesh = getattr(self.trainer.strategy, "data_parallel_mesh", None)
+        if mesh is not None and not isinstance(self.net, FSDPModule):
+            for part in (self.net[0], self.net[2], self.net):
+                fully_shard(part, mesh=mesh)
+
+
+class ShardsByItsMesh(Sharded):
+    """Takes the mesh from where Lightning's documentation has it."""
+
+    def configure_model(self):
+        if isinstance(self.trainer.strategy, HeteroFSDPStrategy):
+            fully_shard(self.net, mesh=self.device_mesh["replicate", "shard"])
+
+
+def single():
+    return Sharded(dtype=torch.float32)
+
+
+# all of them
+
+
+@dataclass(frozen=True)
+class Case:
+    """A module, with the settings of each strategy that it is for."""
+
+    model: object
+    ddp: dict | None = field(default_factory=dict)
+    fsdp: dict | None = field(default_factory=dict)
+    trainer: dict = field(default_factory=dict)
+    sizes: tuple[int, ...] = (7, 3)
+    tolerance: float = 1e-12
+
+
+UNUSED, HALF = {"find_unused_parameters": True}, {"precision": "bf16-mixed"}
+CASES = {
+    "closure": Case(InClosure),
+    "adversaries": Case(Adversaries, UNUSED),
+    "unused": Case(Unused, UNUSED),
+    "experts, a sample each": Case(Experts, UNUSED, sizes=(1, 1), tolerance=1e-10),
+    "experts, accumulated": Case(
+        Experts, UNUSED, trainer={"accumulate_grad_batches": 2}, sizes=(2, 1, 1), tolerance=1e-10
+    ),
+    "experts, none on a rank": Case(Experts, UNUSED, sizes=(4, 0), tolerance=1e-10),
+    "unfrozen": Case(Unfrozen),
+    "centered": Case(Centered, fsdp=None, sizes=(7, 2, 1)),
+    "slope of the input": Case(Slope, UNUSED),
+    "looks at itself": Case(Looks),
+    "static graph": Case(Sharded, {"static_graph": True}, None),
+    "views of buckets": Case(Sharded, {"gradient_as_bucket_view": True}, None),
+    "clipped values": Case(Sharded, trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "recomputed": Case(Deep),
+    "compiled": Case(compiled, None, {"auto_wrap_policy": {Block}}),
+    "kept gathered": Case(Deep, None, {"reshard_after_forward": False}),
+    "shards itself": Case(ShardsItself, None),
+    "replicas": Case(Deep, None, {"replicate_size": 2}, sizes=(4, 1, 2, 3)),
+    "replicas of its own": Case(ShardsByItsMesh, None, {"replicate_size": 2}, sizes=(4, 1, 2, 3)),
+    "bfloat16": Case(single, trainer=HALF, tolerance=2e-2),
+}
+STRATEGIES = {"hetero_ddp": HeteroDDPStrategy, "hetero_fsdp": HeteroFSDPStrategy}
+ROWS = [
+    (strategy, name)
+    for name, case in CASES.items()
+    for strategy, given in (("hetero_ddp", case.ddp), ("hetero_fsdp", case.fsdp))
+    if given is not None
+]
+
+
+def _fit(case, strategy, ranks):
+    model, dtype = case.model(), torch.float32 if case.trainer == HALF else D
+    trainer = trainer_of(strategy, ranks, **case.trainer)
+    trainer.fit(model, DataLoader(Points(SAMPLES, dtype=dtype), sum(case.sizes) // ranks, shuffle=True))
+    found = {"seen": model.seen, "weights": model.flat(), "steps": trainer.global_step}
+    parts = [p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters()]
+    return {**found, "grads": np.stack([g.numpy() for g in model.grads]) if model.grads else None, "held": sum(parts)}
+
+
+def _split(rank, rows):
+    found = []
+    for strategy, name in rows:
+        case = CASES[name]
+        settings = case.ddp if strategy == "hetero_ddp" else case.fsdp
+        try:
+            given = STRATEGIES[strategy](local_batch_sizes=list(case.sizes), **settings)
+            found.append(_fit(case, given, len(case.sizes)))
+        except Exception as error:
+            error.add_note(f"in the case {name!r} of {strategy}")
+            raise
+    return found
+
+
+@cache
+def split(strategy, ranks):
+    rows = [row for row in ROWS if row[0] == strategy and len(CASES[row[1]].sizes) == ranks]
+    try:
+        results = run_ranks(_split, ranks, rows, timeout=240, start="fork")
+    except Exception as error:  # noqa: BLE001 - raised by each case's own test
+        return error
+    return dict(zip(rows, zip(*results, strict=True), strict=True))
+
+
+def _alone(rank):
+    return {name: _fit(case, "ddp_find_unused_parameters_true", 1) for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return run_ranks(_alone, 1, timeout=240, start="fork")[0]
+
+
+@pytest.mark.parametrize(("strategy", "name"), ROWS)
+def test_weights_equal_one_process(strategy, name, alone):
+    case, expected = CASES[name], alone[name]
+    group = split(strategy, len(case.sizes))
+    if isinstance(group, Exception):
+        raise group
+    results = group[strategy, name]
+    for epoch in range(2):
+        assert covered(results, epoch) == list(range(SAMPLES))
+    for result in results:
+        assert result["steps"] == expected["steps"]
+        for key in ("weights", "grads"):
+            if expected[key] is not None:
+                np.testing.assert_allclose(result[key], expected[key], rtol=case.tolerance, atol=case.tolerance / 2)
+    if strategy == "hetero_fsdp":  # each rank has its own part of the model
+        copies = case.fsdp.get("replicate_size", 1)
+        assert sum(result["held"] for result in results) == copies * len(expected["weights"])
