@@ -20,7 +20,7 @@ import torch
 from lightning import Callback
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import AdaptiveBatchCallback, BlockTopK, GNSCallback
 from tests.helpers import Points, Regressor, covered, fit
@@ -120,6 +120,9 @@ class Raises(Regressor):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.at("batch end", batch_idx == AT)
 
+    def val_dataloader(self):
+        return DataLoader(Points(8), 2)
+
     def validation_step(self, batch, batch_idx):
         self.at("validation", not self.trainer.sanity_checking)
 
@@ -150,8 +153,6 @@ PLACES = (
 
 def _raises(rank, place, ranks, settings=None):
     model = Raises(place, ranks, rank)
-    loader = torch.utils.data.DataLoader(Points(8), 2)
-    model.val_dataloader = lambda: loader
     data = Fails(rank in ranks) if place == "loader" else Points(N)
     return fit(rank, {"replan": 2, **(settings or {})}, 2, 4, model=model, dataset=data, max_epochs=2)
 

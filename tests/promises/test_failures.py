@@ -34,6 +34,10 @@ class Owner:
         self.place = place
 
 
+def _asking(name):
+    return lambda self, *args: getattr(self._asked(), name)(*args)
+
+
 class JobStore(dist.Store):
     """A store in memory, which may be gone, or not answer."""
 
@@ -47,14 +51,12 @@ class JobStore(dist.Store):
             raise RuntimeError("Connection was reset by peer")
         return self.values
 
-    clone = lambda self: self
-    get = lambda self, key: self._asked().get(key)
-    set = lambda self, key, value: self._asked().set(key, value)
-    add = lambda self, key, number: self._asked().add(key, number)
-    check = lambda self, keys: self._asked().check(keys)
-    compare_set = lambda self, key, old, new: self._asked().compare_set(key, old, new)
-    delete_key = lambda self, key: self._asked().delete_key(key)
-    list_keys = lambda self: self._asked().list_keys()
+    def clone(self):
+        return self
+
+    get, set, add, check, compare_set, delete_key, list_keys = map(
+        _asking, ("get", "set", "add", "check", "compare_set", "delete_key", "list_keys")
+    )
 
 
 class Job:
@@ -480,7 +482,7 @@ def test_a_stopped_process_is_killed_by_the_rank_that_has_started_it(job):
     child = os.fork()
     if child == 0:
         signal.pause()
-    with mock.patch.object(os, "getpid", lambda: child):
+    with mock.patch.object(os, "getpid", return_value=child):
         ranks = job(2)
         ranks.clock.pass_(20.0)
         ranks.clock.frozen = {1}
@@ -596,7 +598,7 @@ def test_notes_are_deleted_when_all_ranks_have_left_them(job):
 @pytest.mark.parametrize("how", ["ends", "fails"])
 def test_a_forked_process_is_no_rank(tmp_path, how):
     ends, store = [], dist.FileStore(str(tmp_path / "store"), 2)
-    with mock.patch("atexit.register", ends.append), mock.patch.object(sys, "excepthook", lambda *_: None):
+    with mock.patch("atexit.register", ends.append), mock.patch.object(sys, "excepthook"):
         owners = [Owner(COMPUTES) for _ in range(2)]
         watches = [FailureWatch(rank, 2) for rank in range(2)]
         for watch, owner in zip(watches, owners, strict=True):

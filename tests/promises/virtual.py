@@ -18,6 +18,70 @@ from unittest import mock
 REAL_THREAD = threading.Thread
 
 
+def _waiting_by(clock):
+    """Events and queues for which one waits by a clock."""
+
+    class Event:
+        def __init__(self):
+            self._flag = False
+
+        is_set = __bool__ = lambda self: self._flag
+
+        def set(self):
+            self._flag = True
+
+        def clear(self):
+            self._flag = False
+
+        def wait(self, timeout=None):
+            clock.wait(self.is_set, timeout)
+            return self._flag
+
+    class Queue:
+        def __init__(self):
+            self._items = deque()
+
+        def put(self, item):
+            self._items.append(item)
+
+        def get(self, block=True, timeout=None):
+            clock.wait(lambda: self._items, timeout)
+            if not self._items:
+                raise queue.Empty
+            return self._items.popleft()
+
+    return Event, Queue
+
+
+def _thread_of(clock):
+    """Threads that run when the clock says so."""
+
+    class Thread(REAL_THREAD):
+        def start(self):
+            self.owner, self.over = getattr(threading.current_thread(), "owner", clock.owner), False
+            clock._turn[self] = threading.Semaphore(0)
+            clock._waiting[self] = (lambda: True, clock.now)
+            super().start()
+
+        def run(self):
+            clock._turn[self].acquire()
+            try:
+                clock._closed or super().run()
+            except SystemExit:
+                pass
+            finally:
+                self.over = True
+                clock._back.release()
+
+        def join(self, timeout=None):
+            clock.wait(lambda: self.over, timeout)
+
+        def is_alive(self):
+            return not self.over if hasattr(self, "over") else super().is_alive()
+
+    return Thread
+
+
 class VirtualTime:
     """The clock; who uses it as a context drives it by :meth:`pass_`, by waiting, or by joining a thread.
 
@@ -34,69 +98,17 @@ class VirtualTime:
         self._patches, self._closed = [], False
 
     def __enter__(self):
-        clock = self
-
-        class Event:
-            def __init__(self):
-                self._flag = False
-
-            is_set = __bool__ = lambda self: self._flag
-
-            def set(self):
-                self._flag = True
-
-            def clear(self):
-                self._flag = False
-
-            def wait(self, timeout=None):
-                clock.wait(self.is_set, timeout)
-                return self._flag
-
-        class Queue:
-            def __init__(self):
-                self._items = deque()
-
-            def put(self, item):
-                self._items.append(item)
-
-            def get(self, block=True, timeout=None):
-                clock.wait(lambda: self._items, timeout)
-                if not self._items:
-                    raise queue.Empty
-                return self._items.popleft()
-
-        class Thread(REAL_THREAD):
-            def start(self):
-                self.owner, self.over = getattr(threading.current_thread(), "owner", clock.owner), False
-                clock._turn[self] = threading.Semaphore(0)
-                clock._waiting[self] = (lambda: True, clock.now)
-                super().start()
-
-            def run(self):
-                clock._turn[self].acquire()
-                try:
-                    clock._closed or super().run()
-                except SystemExit:
-                    pass
-                finally:
-                    self.over = True
-                    clock._back.release()
-
-            def join(self, timeout=None):
-                clock.wait(lambda: self.over, timeout)
-
-            def is_alive(self):
-                return not self.over if hasattr(self, "over") else super().is_alive()
+        event, items = _waiting_by(self)
 
         def exits(code):
             owner = getattr(threading.current_thread(), "owner", None)
-            clock.ended.setdefault(owner, code)
-            clock.frozen.add(owner)
+            self.ended.setdefault(owner, code)
+            self.frozen.add(owner)
             raise SystemExit(code)
 
         changes = {
             **{(time, name): getattr(self, name) for name in ("monotonic", "sleep", "clock_gettime")},
-            **{(threading, "Event"): Event, (threading, "Thread"): Thread, (queue, "SimpleQueue"): Queue},
+            **{(threading, "Event"): event, (threading, "Thread"): _thread_of(self), (queue, "SimpleQueue"): items},
             **{(os, "_exit"): exits, (logging, "shutdown"): lambda: None},
         }
         self._patches = [mock.patch.object(*place, value) for place, value in changes.items()]
