@@ -12,7 +12,10 @@ import pytest
 
 from tests.warm.interpreter import warm_python, warmed
 
-pytestmark = pytest.mark.skipif(warm_python() == sys.executable, reason="needs Linux")
+pytestmark = [
+    pytest.mark.skipif(warm_python() == sys.executable, reason="needs Linux"),
+    pytest.mark.slow("a tool of other tests, which fail without it"),
+]
 
 TELL = """
 import json, os, sys

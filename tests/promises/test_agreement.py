@@ -1,0 +1,573 @@
+"""What ranks agree on, and how: one message per round, one decision for all, what a run begins with, when it looks."""
+
+import json
+import logging
+import math
+import os
+import pickle
+from datetime import timedelta
+from functools import partial
+from itertools import islice, takewhile
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+import lightning_hetero
+from lightning_hetero.comm.agreement.backends import backend_of, check_backends, compare_backends, new_group
+from lightning_hetero.comm.agreement.control_plane import ControlPlane, PlanMismatchError, before_another, check_digests
+from lightning_hetero.comm.agreement.notices import Notices
+from lightning_hetero.comm.agreement.plan_log import SplitLog
+from lightning_hetero.comm.agreement.shared_counter import SharedCounter
+from lightning_hetero.comm.agreement.sync_round import Padding, gather_payloads
+from lightning_hetero.comm.agreement.sync_schedule import SyncSchedule
+from lightning_hetero.comm.agreement.workers import Workers
+from lightning_hetero.comm.collectives.async_ops import SharedNotes
+from lightning_hetero.comm.collectives.topology import Topology
+from lightning_hetero.comm.membership.roster import MembersStore
+from lightning_hetero.comm.membership.slots import GENERATION
+from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.batching.plan import NO_LIMIT, BatchPlan
+from lightning_hetero.core.no_effect import NoEffect
+from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.policies.base import Decision, Proposal
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner
+from lightning_hetero.core.policies.static import StaticPlanner
+from lightning_hetero.data import PermutationStream
+from lightning_hetero.engine import HeteroEngine
+from tests.helpers import Points, Regressor, trainer_of
+from tests.ranks import run_ranks
+
+WITHIN = timedelta(seconds=30)
+
+# the control plane
+
+
+class TwoPartsError(Exception):
+    """Can be sent and not be received: what is called anew is given its one text."""
+
+    def __init__(self, what, why):
+        super().__init__(f"{what}: {why}")
+
+
+def raises(error):
+    raise error
+
+
+DECISIONS = {
+    "an error": lambda: raises(KeyError("no split")),
+    "one that cannot be received": lambda: raises(TwoPartsError("the policy", "no split")),
+    "the end of a loop": lambda: next(iter(())),
+    "the end of the process": lambda: raises(SystemExit(3)),
+    "what cannot be sent": lambda: lambda: 1,
+}
+
+
+class Payload:
+    """Sends given numbers and keeps what it is given."""
+
+    def __init__(self, *numbers):
+        self.numbers, self.taken = np.array(numbers, dtype=float), None
+
+    def pack(self):
+        return self.numbers
+
+    def unpack(self, everyone, control):
+        self.taken = everyone.tolist()
+
+
+def error_of(call):
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return type(error).__name__, str(error)
+
+
+def _agrees(rank, world_size):
+    """All that a control plane does, on one rank."""
+    dist.init_process_group("gloo")
+    called, before = [], len(dist.distributed_c10d._world.pg_map)
+    for name in ("first", "second"):
+        before_another(lambda name=name: called.append((name, len(dist.distributed_c10d._world.pg_map) - before)))
+    plane = ControlPlane(rank, world_size, timeout=WITHIN)
+    wide = np.asfortranarray(np.arange(12.0).reshape(3, 4).T + 100 * rank)  # not contiguous
+    wide[0, 0] = np.nan
+    found = {"called": called, "wide": plane.gather(wide)}
+    values = np.array([rank, rank], dtype=float)
+    wait = plane.gather_later(values)
+    values[:] = 99.0  # what was sent stays as it was
+    found["meanwhile"], found["later"] = plane.gather(np.array([10.0 * rank])).tolist(), wait().tolist()
+    found["objects"] = plane.gather_objects((rank, "x" * rank, None))
+    found["at zero"] = plane.gather_objects_at_zero(rank)
+    found["broadcast"] = plane.broadcast_object({"from": rank})
+    error = plane.broadcast_object(ValueError("no") if rank == 0 else None)
+    found["error"] = type(error), str(error)
+    found["decided"] = plane.decide(lambda: (rank, "of rank 0"))
+    found["refused"] = {name: error_of(partial(plane.decide, decision)) for name, decision in DECISIONS.items()}
+    found["equal"] = plane.require_equal("the plan", (4, 2))
+    found["odd"] = [error_of(lambda odd=odd: plane.require_equal("the plan", int(rank == odd))) for odd in range(3)]
+    payloads = [Payload(rank, 10.0 * rank), Padding(3), Payload(rank + 0.5)]
+    found["drawn"] = gather_payloads(plane, (2**47 + 1, rank, 7 - rank), payloads)
+    found["taken"] = payloads[0].taken, payloads[2].taken
+    late = Payload(1.0)
+    found["other plan"] = error_of(lambda: gather_payloads(plane, (rank == 1, 0, 0), [late])), late.taken
+    notes, read = SharedNotes(plane, 2), []
+    for step in range(6):
+        read.append(
+            notes.exchange([15 if (rank, step) == (world_size - 1, 2) else 0, 10 if (rank, step) == (0, 3) else 0])
+        )
+    found["notes"] = read, notes.take(), notes.take()
+    plane.close()
+    plane.close()
+    found["after the end"] = plane.gather_objects(rank)
+    plane.close()
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_ranks_agree(world_size):
+    ranks, several = range(world_size), world_size > 1
+    wide = np.stack([np.arange(12.0).reshape(3, 4).T + 100 * rank for rank in ranks])
+    wide[:, 0, 0] = np.nan
+    for rank, found in enumerate(run_ranks(_agrees, world_size, world_size)):
+        assert found["called"] == ([("second", 0), ("first", 0)] if several else []), "before there is another group"
+        np.testing.assert_array_equal(found["wide"], wide)
+        assert found["meanwhile"] == [[10.0 * r] for r in ranks]
+        assert found["later"] == [[r, r] for r in ranks]
+        assert found["objects"] == [(r, "x" * r, None) for r in ranks]
+        assert found["at zero"] == (list(ranks) if rank == 0 else [])
+        assert found["broadcast"] == {"from": 0}
+        assert found["error"] == (ValueError, "no")
+        assert found["decided"] == (0, "of rank 0")
+        kinds = {name: error and error[0] for name, error in found["refused"].items()}
+        assert kinds == {
+            "an error": "KeyError",
+            "one that cannot be received": "RuntimeError" if rank else "TwoPartsError",
+            "the end of a loop": "RuntimeError",
+            "the end of the process": "RuntimeError",
+            "what cannot be sent": "TypeError" if several else None,
+        }
+        assert "the policy: no split" in found["refused"]["one that cannot be received"][1]
+        assert "SystemExit(3)" in found["refused"]["the end of the process"][1]
+        assert found["equal"] is None
+        for odd, error in enumerate(found["odd"]):
+            named = ", ".join(f"rank {r}: {int(r == odd)}" for r in ranks)
+            assert (error is None) == (not several)
+            assert error is None or (error[0] == "PlanMismatchError" and named in error[1])
+        assert found["drawn"] == [(r, 7 - r) for r in ranks]
+        assert found["taken"] == ([[r, 10.0 * r] for r in ranks], [[r + 0.5] for r in ranks])
+        error, taken = found["other plan"]
+        assert (error and error[0], taken) == (("PlanMismatchError", None) if several else (None, [[1.0]]))
+        nothing = [0, 0]
+        assert found["notes"] == ([nothing, nothing, nothing, [15, 0], [0, 10], nothing], nothing, nothing)
+        assert found["after the end"] == list(ranks)
+
+
+def test_plans_are_told_apart_by_their_digests():
+    check_digests(np.array([7.0, 7.0]))
+    with pytest.raises(PlanMismatchError, match=r"rank 0: 0+7, rank 1: 0+8"):
+        check_digests(np.array([7.0, 8.0]))
+
+
+def test_all_payloads_travel_in_one_message_whose_length_does_not_depend_on_what_a_run_has():
+    class Together:
+        def __init__(self):
+            self.sent = []
+
+        def gather(self, values):
+            self.sent.append(values.copy())
+            return values[None]
+
+    control = Together()
+    for between in (Padding(2), Payload(1.0, 1.0)):
+        gather_payloads(control, (7, 2, 11), [Payload(0.5), between, Payload(8.0)])
+    assert [len(message) for message in control.sent] == [7, 7]
+    assert control.sent[0][[0, 1, 2, 3, 6]].tolist() == [7, 2, 11, 0.5, 8.0]
+
+
+# numbers that are given once
+
+
+class Numbers(IterableDataset):
+    def __init__(self, counter, most):
+        self.counter, self.most = counter, most
+
+    def __iter__(self):
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        return takewhile(lambda number: number < self.most, self.counter.numbers("key", worker, workers))
+
+
+def _claims(rank):
+    dist.init_process_group("gloo")
+    found = {}
+    for workers in (0, 2):
+        counters = [SharedCounter.of_job(rank, 2) for _ in range(2)]
+        found[workers] = [list(DataLoader(Numbers(one, 11), None, num_workers=workers)) for one in counters]
+    dist.barrier()
+    return found
+
+
+def test_each_number_is_given_once_in_each_run_also_to_loader_workers():
+    results = run_ranks(_claims, 2)
+    for workers in (0, 2):
+        for run in range(2):
+            assert sorted(n for found in results for n in found[workers][run]) == list(range(11))
+    for workers in (0, 2):
+        numbers = list(DataLoader(Numbers(SharedCounter.of_job(0, 1), 11), None, num_workers=workers))
+        assert sorted(numbers) == list(range(11)), "a single rank shares them among its workers"
+
+
+def test_a_loader_worker_opens_the_store_of_the_job_if_it_can(tmp_path, monkeypatch):
+    def sent(counter):
+        return pickle.loads(pickle.dumps(counter))
+
+    counter = SharedCounter(dist.FileStore(str(tmp_path / "store"), 1), "prefix")
+    assert [next(counter.numbers("key")), next(sent(counter).numbers("key"))] == [0, 1]
+    with pytest.raises(ValueError, match="num_workers"):
+        next(sent(SharedCounter(dist.HashStore(), "prefix")).numbers("key"))
+    job, found = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), []
+    for generation in range(2):  # workers that meet anew count anew
+        monkeypatch.setenv(GENERATION, str(generation))
+        members = MembersStore(dist.PrefixStore(f"generation/{generation}", job), lambda: False)
+        store = dist.PrefixStore("0", members)
+        monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda store=store: store)
+        counter = SharedCounter.of_job(0, 2)
+        found += [next(counter.numbers("key")), next(sent(counter).numbers("key"))]
+        assert list(islice(counter.numbers("other"), 3)) == [0, 1, 2]
+    assert found == [0, 1, 0, 1]
+
+
+# backends
+
+
+@pytest.mark.parametrize(
+    ("config", "cpu", "cuda"),
+    [("gloo", "gloo", "gloo"), ("nccl", "", "nccl"), ("cpu:gloo,cuda:nccl", "gloo", "nccl"), ("cpu:gloo", "gloo", "")],
+)
+def test_a_device_has_its_own_backend_and_all_ranks_need_the_same(monkeypatch, config, cpu, cuda):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: config)
+    assert (backend_of(torch.device("cpu")), backend_of(torch.device("cuda", 0))) == (cpu, cuda)
+    for kind in ("cpu", "cuda"):
+        refused = error_of(lambda kind=kind: check_backends([(config, kind), ("gloo", "cpu")]))
+        assert (refused is None) == (config == "gloo")
+        assert refused is None or "rank 0" in refused[1]
+    check_backends([(config, "cuda")])
+
+
+def test_a_default_group_that_is_bound_to_a_gpu_is_split_only_where_its_backend_can(monkeypatch):
+    default, seen = type("Group", (), {"bound_device_id": torch.device("cuda", 0)})(), []
+    monkeypatch.setattr(dist, "group", type("Groups", (), {"WORLD": default}))
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **_: seen.append(default.bound_device_id))
+    for backend in ("nccl", "gloo"):
+        monkeypatch.setattr(dist, "get_backend_config", lambda group=None, backend=backend: backend)
+        new_group([0])
+    assert seen == [torch.device("cuda", 0), None]
+    assert default.bound_device_id == torch.device("cuda", 0)
+
+
+def _bound(rank):
+    """Lightning binds the default group to its GPU, whatever the backend."""
+    dist.init_process_group("gloo")
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+    buffer = torch.full((3,), float(rank))
+    Topology(rank, ((0, 1), (2,))).all_reduce(buffer).wait()
+    return buffer.tolist(), ControlPlane(rank, 3).gather_objects(rank)
+
+
+def test_clusters_and_agreement_work_beside_a_default_group_that_is_bound_to_a_gpu():
+    assert run_ranks(_bound, 3) == [([3.0, 3.0, 3.0], [0, 1, 2])] * 3
+
+
+def _trainer(backend, ranks, name):
+    strategy = getattr(lightning_hetero, name)(process_group_backend=backend, timeout=WITHIN)
+    trainer_of(strategy, ranks).fit(Regressor(), DataLoader(Points(16), 2))
+
+
+def _fabric(backend, ranks, _):
+    from lightning.fabric import Fabric
+
+    from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy
+
+    strategy = HeteroDDPStrategy(process_group_backend=backend, timeout=WITHIN)
+    Fabric(accelerator="cpu", devices=ranks, strategy=strategy).launch()
+
+
+def _accelerator(backend, *_):
+    from accelerate.utils import InitProcessGroupKwargs
+
+    from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
+
+    handler = InitProcessGroupKwargs(backend=backend, timeout=WITHIN)
+    HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin(), kwargs_handlers=[handler])
+
+
+def _joins(rank, join, backends, *args):
+    join(backends[rank], len(backends), *args)
+
+
+@pytest.mark.parametrize(
+    ("join", "backends", "name"),
+    [
+        (_trainer, ("gloo", "nccl"), "HeteroDDPStrategy"),
+        (_trainer, ("cpu:gloo,cuda:nccl", "gloo", "gloo"), "HeteroFSDPStrategy"),
+        (_trainer, ("mpi", "gloo"), "HeteroElasticStrategy"),
+        (_trainer, ("nccl", "nccl"), "HeteroDDPStrategy"),
+        (_fabric, ("gloo", "nccl"), None),
+        (_accelerator, ("gloo", "mpi"), None),
+    ],
+    ids=["ddp", "fsdp", "elastic", "no GPU", "Fabric", "Accelerate"],
+)
+def test_ranks_whose_backends_do_not_fit_are_refused_before_they_wait_for_each_other(join, backends, name):
+    errors = run_ranks(_joins, len(backends), join, backends, name, expect_errors=True, start="fork")
+    assert [(rank, kind) for rank, kind, _ in errors] == [(rank, "ValueError") for rank in range(len(backends))]
+    assert all("process_group_backend" in text for *_, text in errors)
+
+
+def _joins_again(rank):
+    """How many keys the store has after comparisons; each agent has its own count of restarts."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank)
+    compare = partial(compare_backends, "gloo", torch.device("cpu"), rank=rank, world_size=3, timeout=WITHIN)
+    store = compare()
+    dist.init_process_group("gloo")
+    keys = []
+    for _ in range(3):
+        dist.barrier()
+        keys.append(store.num_keys())
+        dist.barrier()
+        compare()
+    return keys
+
+
+def test_comparing_backends_again_leaves_no_more_in_the_store():
+    assert all(len(set(keys)) == 1 for keys in run_ranks(_joins_again, 3, start="fork"))
+
+
+# workers, and the plan that a run begins with
+
+
+class Fixed(StaticPlanner):
+    """Begins with one outcome, whatever the bounds."""
+
+    def __init__(self, outcome):
+        self.outcome = outcome
+
+    def initial(self, context):
+        return self.outcome
+
+
+def known(*sizes):
+    return Fixed(Proposal(BatchPlan(sum(sizes), sizes), "known"))
+
+
+class Table:
+    """A control plane that has heard of the other ranks already."""
+
+    def __init__(self, *others):
+        self.others = others
+
+    def gather_objects(self, value):
+        return [value, *self.others]
+
+
+def workers(n=2, min_local=1, max_local=None, capacities=None, multiple=1):
+    return Workers(tuple("abcd"[:n]), capacities or (1.0,) * n, min_local, max_local, multiple=multiple)
+
+
+def test_workers_meet_with_the_largest_minimum_and_the_least_bound_of_each():
+    others = [("a", 2.0, 2, 9, "V100"), ("b", 1.0, 1, NO_LIMIT, ""), ("a", 1.0, 1, 9, "")]
+    met = Workers.gather(Table(*others), "a", 1.0, min_local=1, bounds=(12, None, 7), device="A100")
+    assert met.identities == ("a", "a#1", "b", "a#2"), "two containers may have one host name and slot"
+    assert (met.capacities, met.min_local, met.max_local) == ((1.0, 2.0, 1.0, 1.0), 2, (7, 9, NO_LIMIT, 9))
+    assert (met.devices, met.world_size) == (("A100", "V100", "", ""), 4)
+    assert Workers.gather(Table(others[1]), "a", 1.0, min_local=1, bounds=(None,)).max_local is None
+    context = met.context(HeteroConfig(hysteresis=0.1), 40, accumulation=4)
+    assert (context.total_batch_size, context.min_local, context.max_local) == (40, (2,) * 4, met.max_local)
+    assert (context.hysteresis, context.accumulation, context.capacities) == (0.1, 4, met.capacities)
+
+
+@pytest.mark.parametrize(
+    ("given", "total", "more", "expected"),
+    [
+        ({}, 9, {}, (5, 4)),
+        ({"max_local": (2, 100)}, 9, {}, (2, 7)),
+        ({"max_local": (2, 100)}, 9, {"planner": PerfModelPlanner()}, (2, 7)),
+        ({"capacities": (3.0, 1.0)}, 8, {"planner": StaticPlanner()}, (6, 2)),
+        ({}, 7, {"local_batch_sizes": [7, 0]}, (7, 0)),
+        ({}, 8, {"planner": known(7, 1), "running": BatchPlan(8, (5, 3))}, None),
+        ({}, 8, {"planner": known(7, 1), "running": BatchPlan(6, (5, 1))}, (7, 1)),
+        ({}, 8, {"running": BatchPlan(8, (5, 3))}, (4, 4)),
+        ({}, 8, {"running": BatchPlan(8, (4, 4))}, None),
+        ({"multiple": 3, "n": 3}, 12, {}, (6, 3, 3)),
+        ({"multiple": 4, "max_local": (7, 9)}, 12, {}, (4, 8)),
+        ({"multiple": 4, "capacities": (3.0, 1.0)}, 12, {"planner": StaticPlanner()}, (8, 4)),
+        ({"multiple": 4}, 12, {"planner": known(8, 4), "running": BatchPlan(12, (7, 5))}, (8, 4)),
+        ({"multiple": 4}, 12, {"planner": known(8, 4), "running": BatchPlan(12, (4, 8))}, None),
+        # refused, with the setting or the bounds in the error
+        ({"min_local": 4}, 7, {}, "min_local_batch_size"),
+        ({"max_local": (2, 3)}, 8, {}, r"\[2, 3\].* 2"),
+        ({"min_local": 2}, 5, {"local_batch_sizes": [4, 1]}, "min_local_batch_size"),
+        ({"max_local": (5, 5)}, 8, {"local_batch_sizes": [6, 2]}, r"\[5, 5\]"),
+        ({"max_local": (5, 5)}, 8, {"planner": known(7, 1)}, r"\[5, 5\]"),
+        ({"max_local": (5, 5)}, 8, {"planner": PerfModelPlanner(), "running": BatchPlan(8, (6, 2))}, r"\[5, 5\]"),
+        ({"multiple": 4}, 10, {}, "local_batch_multiple=4.* 8 or 12"),
+        ({"multiple": 4}, 4, {}, "local_batch_multiple"),
+        ({"multiple": 4}, 8, {"planner": known(7, 1)}, "local_batch_multiple"),
+        ({"multiple": 8, "max_local": (7, 9)}, 16, {}, "local_batch_multiple"),
+        ({}, 8, {"planner": Fixed(BatchPlan(8, (6, 2)))}, "Fixed"),
+        ({}, 8, {"planner": Fixed(Proposal(BatchPlan(9, (6, 3)), "more"))}, "Fixed.* 8 to 9"),
+        ({}, 8, {"planner": known(4, 2, 2)}, "2 workers"),
+    ],
+    ids=str,
+)
+def test_the_plan_that_a_run_begins_with(given, total, more, expected):
+    more = dict(more)
+    planner, running = more.pop("planner", None), more.pop("running", None)
+
+    def begin():
+        return workers(**given).initial_plan(HeteroConfig(**more), total, planner, running)
+
+    if isinstance(expected, str):
+        with pytest.raises((ValueError, TypeError), match=expected):
+            begin()
+    else:
+        found = begin()
+        assert (found and found.plan.local_batch_sizes) == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "high", "fitting", "multiple"),
+    [
+        ((6, 4), (6, 4), None, 1),
+        ((6, 4), (5, NO_LIMIT), (5, 5), 1),
+        ((6, 4, 2), (9, 3, 9), (7, 3, 2), 1),
+        ((8, 0, 4), (6, 9, 9), (6, 0, 6), 1),  # one that was left out stays so
+        ((8, 4), (7, 99), (4, 8), 4),
+    ],
+)
+def test_a_plan_beyond_a_bound_that_has_fallen_becomes_one_of_the_same_total(sizes, high, fitting, multiple):
+    crew = workers(len(sizes), multiple=multiple).bounded((99,) * len(sizes)).bounded(high)
+    assert crew.bounded((NO_LIMIT,) * len(sizes)).max_local == crew.max_local, "bounds only fall"
+    proposal = crew.within_bounds(BatchPlan(sum(sizes), sizes))
+    assert (proposal and proposal.plan.local_batch_sizes) == fitting
+    room = sum(crew.max_local)
+    assert (crew.has_room(room), crew.has_room(room + 1)) == (True, False)
+    if fitting:
+        with pytest.raises(ValueError, match=str(sum(crew.max_local[:1]))):
+            crew.within_bounds(BatchPlan(room + multiple, (room + multiple, *[0] * (len(sizes) - 1))))
+
+
+# when ranks look again
+
+OTHER = Proposal(BatchPlan(3, (3,)), "smaller")
+
+
+def steps_of(seconds, ranks=2):
+    times = np.array(seconds, dtype=float)[:, None].repeat(ranks, axis=1)
+    return StepObservations(*[np.zeros_like(times)] * 6, times)
+
+
+def next_look(cost, median, decision, ahead=0):
+    """Rounds take at most half a percent of the time; 8 to 1000 steps, 4 while speeds change, 8 if one waits for it."""
+    changed = decision.proposal is not None
+    steps = 8 if median is None else math.ceil(cost / 0.005 / max(median, 1e-6))
+    steps = max(steps, 4 if decision.moving else 8)
+    return min(steps, 8 + ahead * changed if decision.soon else 1000) + changed
+
+
+@given(
+    cost=st.sampled_from([0.0, 0.001, 0.0301, 0.2, 0.201, 99.0]),
+    times=st.lists(st.sampled_from([0.05, 1.0, 1.5, 90.0]), max_size=5),
+    soon=st.booleans(),
+    moving=st.booleans(),
+    proposal=st.sampled_from([None, OTHER]),
+    ahead=st.integers(0, 9),
+)
+def test_looking_costs_half_a_percent_unless_a_decision_waits_for_it(cost, times, soon, moving, proposal, ahead):
+    decision = Decision(None, proposal, soon=soon, moving=moving)
+    seen = steps_of(times) if times else StepObservations.empty(2)
+    median = float(np.median(times)) if times else None
+    assert SyncSchedule("auto").after(100, seen, cost, decision, ahead=ahead) == 100 + next_look(
+        cost, median, decision, ahead
+    )
+    assert SyncSchedule(50).after(100, seen, cost, decision, ahead=ahead) == 150
+    assert SyncSchedule("epoch").after(100, seen, cost, decision, ahead=ahead) > 2**60
+
+
+def test_a_link_that_stalls_in_one_look_does_not_put_off_the_next_ones():
+    for costs, steps in (((0.2, 99.0, 0.2, 0.2), [40] * 4), ((0.2, 99.0, 99.0), [40, 40, 1000])):
+        schedule = SyncSchedule("auto")
+        assert [schedule.after(0, steps_of([1.0]), cost, Decision(None)) for cost in costs] == steps
+
+
+@pytest.mark.parametrize("replan", ["auto", 4])
+def test_an_epoch_begins_with_a_look_if_eight_steps_have_passed_since_the_last_one_that_may_do_as_much(replan):
+    """As much: change the number of micro-batches, which no look within an epoch may."""
+    schedule = SyncSchedule(replan)
+    first = 8 if replan == "auto" else 4
+    assert [schedule.due(step) for step in (first - 1, first)] == [False, True]
+    assert [step for step in range(20) if schedule.due_at_epoch(step)] == list(range(8, 20))
+    for step in (8, 12, 16):
+        schedule.done(step, step + 4)
+    assert (schedule.due(19), schedule.due(20)) == (False, True)
+    assert (schedule.due_at_epoch(23), schedule.due_at_epoch(24)) == (False, True)
+    assert schedule.due_at_epoch(16, micro_batches_move=True)
+    schedule.done(16, 20, between_epochs=True)
+    schedule.done(20, 24)
+    assert [schedule.due_at_epoch(step, micro_batches_move=True) for step in (23, 24)] == [False, True]
+    schedule.hasten(22)
+    assert (schedule.due(21), schedule.due(22)) == (False, True)
+    assert SyncSchedule("epoch").due_at_epoch(0, micro_batches_move=True)
+    assert not SyncSchedule("epoch").due(2**40)
+
+
+def test_a_round_says_what_it_adopted_and_what_it_kept():
+    engine = HeteroEngine(HeteroConfig(), rank=0, world_size=1, device=torch.device("cpu"))
+    engine.shard(PermutationStream(40, shuffle=False, seed=0), batch_size=4)
+    kept = engine.exchange(StaticPlanner())
+    assert (kept.entry, kept.predicted, kept.density, kept.observations.num_steps) == (None, None, False, 0)
+    entry = engine.adopt(BatchPlan(2, (2,)), "by hand", not_before=(0, 3))
+    assert (entry.epoch, entry.step, entry.reason) == (0, 3, "by hand")
+    assert engine.history.last == entry
+
+
+# what a run tells its user
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+def test_each_thing_is_said_once_on_one_rank_and_a_loss_is_a_warning(caplog, speaks):
+    caplog.set_level(logging.INFO, "lightning_hetero")
+    notices, log = Notices(speaks=speaks), SplitLog(speaks=speaks)
+    for text in ("one", "100 %s of 5 %", "one"):
+        notices.say(text)
+    notices.say("it is slower", loses=True)
+    one, other = NoEffect(("a=1",), "one worker", "Start more"), NoEffect(("b=2",), "dense", "Compress", loses=True)
+    for _ in range(2):
+        notices.tell(iter([one, other, NoEffect(("c=3",), "one worker", "Start more")]))
+    # a kind of reason is what stands before its colon; one that was logged before has to hold for three rounds
+    for kept in (
+        "band: 3 %",
+        "band: 2 %",
+        "bounds: 1",
+        None,
+        "band: 1 %",
+        "band: 4 %",
+        "bounds: 2",
+        *["band: 5 %"] * 4,
+    ):
+        log.note_kept(Decision(None, kept=kept))
+    log.note_kept(Decision(None, OTHER, kept="another reason"))
+    said = [(record.levelno, record.getMessage()) for record in caplog.records]
+    assert [text for _, text in said[:3]] == (["one", "100 %s of 5 %", "it is slower"] if speaks else [])
+    assert [level for level, _ in said[2:5]] == ([logging.WARNING, logging.INFO, logging.WARNING] if speaks else [])
+    assert all(name in said[3][1] for name in ("a=1", "c=3")) if speaks else not said
+    assert [text.partition(": ")[2] for _, text in said[5:]] == (
+        ["band: 3 %", "bounds: 1", "band: 5 %"] if speaks else []
+    )
+    assert notices.said == [text for _, text in said[:5]]
+    assert json.loads(json.dumps(notices.said)) == notices.said

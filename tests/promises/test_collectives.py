@@ -1,0 +1,539 @@
+"""Sums, messages and gathers between ranks: flat, by clusters, of unequal numbers of rows; and calls that are stuck."""
+
+import gc
+import socket
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
+from lightning_hetero.comm.collectives import async_ops
+from lightning_hetero.comm.collectives.async_ops import (
+    GatherHandle,
+    async_all_gather,
+    async_all_reduce,
+    forward_result,
+    make_future,
+    num_bytes,
+)
+from lightning_hetero.comm.collectives.bucket_futures import BucketFutures
+from lightning_hetero.comm.collectives.cluster_discovery import VARIABLE, discover_clusters, link_seconds
+from lightning_hetero.comm.collectives.topology import Topology
+from tests.helpers import Points, Regressor, trainer_of
+from tests.loops import SAMPLES, flat_grads, network
+from tests.promises.virtual import VirtualTime
+from tests.ranks import run_ranks
+
+CPU, LOST = torch.device("cpu"), RuntimeError("connection closed by peer")
+
+# rows that are under way
+
+
+class Row:
+    """A row's work that is over at a moment of a clock, or never."""
+
+    def __init__(self, clock, moment):
+        self.clock, self.moment, self.waited, self.future = clock, moment, 0, torch.futures.Future()
+        self.future.set_exception(LOST) if moment is None else self.future.set_result(None)
+
+    def get_future(self):
+        return self.future
+
+    def wait(self):
+        self.waited += 1
+        if self.moment is None:
+            raise LOST
+        self.clock["now"] = max(self.clock["now"], self.moment)
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """Makes a handle of rows that arrive at given moments."""
+    clock = {"now": 0.0}
+    monkeypatch.setattr("time.perf_counter", lambda: clock["now"])
+
+    def make(moments, arrived, order=None):
+        clock["now"] = 0.0
+        works = [Row(clock, moment) for moment in moments]
+        order = list(range(len(moments))) if order is None else order
+        return GatherHandle(works, arrived and (lambda row: arrived(row, clock["now"])), order), works
+
+    return make
+
+
+def test_a_slow_row_hides_the_others_once_and_not_again(rows):
+    def seen(moments, order):
+        marks = {}
+        rows(moments, marks.setdefault, order)[0].wait()
+        return [marks[row] for row in range(len(moments))]
+
+    order, moments = [0, 1, 2, 3], [9.0, 1.0, 2.0, 1.0]
+    assert seen(moments, order) == [9.0] * 4
+    for given in (moments, moments[::-1]):
+        for _ in range(4):
+            last = seen(given, order)
+        assert last == given
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("calls_back", [False, True])
+def test_who_waits_and_who_is_called_back_learn_of_each_row_and_of_one_that_does_not_come(rows, lost, calls_back):
+    arrived, called = [], []
+    handle, works = rows([1.0, None if lost else 2.0], lambda row, _: arrived.append(row))
+    if calls_back:
+        futures = [handle.then(lambda done: called.append(done.value())) for _ in range(2)]
+        if lost:
+            with pytest.raises(RuntimeError, match="closed by peer"):
+                futures[0].wait()
+    if lost:
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            handle.wait()
+    else:
+        handle.wait()
+        assert len(called) == 2 * calls_back
+        assert [work.waited for work in works] == [1, 1], "orders the stream of who waits behind each copy"
+    assert arrived == ([0] if lost else [0, 1])
+
+
+class OnGPU:
+    """What a sum asks of its buffer."""
+
+    is_cuda, device = True, torch.device("cuda", 1)
+    is_complex = staticmethod(bool)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_sum_on_a_gpu_orders_the_stream_of_who_waits(monkeypatch, backend, fails):
+    """Gloo's future says that the copy back was begun, and orders no stream; NCCL's does."""
+
+    class OnHost(torch.futures.Future):
+        def __init__(self, devices=None):
+            super().__init__()
+
+        __class_getitem__ = classmethod(lambda cls, _: cls)
+
+    future, ordered = torch.futures.Future(), []
+    work = SimpleNamespace(get_future=lambda: future, synchronize=lambda: ordered.append(future.done()))
+    monkeypatch.setattr(dist, "all_reduce", lambda buffer, group, async_op: work)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: backend)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=None))
+    monkeypatch.setattr(torch.futures, "Future", OnHost)
+    buffer = OnGPU()
+    found = async_all_reduce(buffer)
+    assert (found is future) == (backend == "nccl")
+    assert not found.done()
+    future.set_exception(LOST) if fails else future.set_result([buffer])
+    assert ordered == [True] * (backend == "gloo" and not fails)
+    if fails:
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            found.wait()
+    else:
+        assert async_ops.tensor_of(found.value()) is buffer
+
+
+def test_futures_are_of_the_device_of_their_tensor_and_hand_on_values_and_errors(monkeypatch):
+    for error in (None, LOST):
+        done, to = torch.futures.Future(), torch.futures.Future()
+        done.set_result(3) if error is None else done.set_exception(error)
+        forward_result(to, done)
+        if error is None:
+            assert to.wait() == 3
+        else:
+            with pytest.raises(RuntimeError, match="closed by peer"):
+                to.wait()
+    monkeypatch.setattr(torch.futures, "Future", lambda devices=None: devices)
+    assert make_future(OnGPU()) == [torch.device("cuda", 1)]
+    assert make_future(torch.zeros(1)) is None
+    assert (num_bytes(torch.zeros(3)), num_bytes(torch.eye(3).to_sparse(1))) == (12, 60)
+
+
+def _gathers(rank):
+    dist.init_process_group("gloo")
+    buffer = torch.tensor([1.0 + 2.0j * rank])
+    async_all_reduce(buffer).wait()
+    found = [buffer.item()]
+    for backend in ("gloo", "nccl"):  # NCCL's way is one call, which gloo can make as well
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(async_ops, "backend_of", lambda device, group=None, backend=backend: backend)
+            rows, seen = torch.zeros(3, 5, dtype=torch.uint8), []
+            rows[rank] = rank + 1
+            async_all_gather(rows, rank, range(3), None, seen.append).wait()
+            found.append((rows[:, 0].tolist(), sorted(seen)))
+    return found
+
+
+def test_rows_are_gathered_in_place_and_complex_numbers_are_summed():
+    assert run_ranks(_gathers, 3) == [[3.0 + 6.0j, *[([1, 2, 3], [0, 1, 2])] * 2]] * 3
+
+
+# flat, or by clusters
+
+
+@pytest.mark.parametrize("clusters", [((0,), (1,), (2,)), ((0, 1, 2),)])
+def test_single_ranks_and_one_cluster_are_flat(clusters):
+    """Nothing would be gained by a leader; each rank exchanges for itself."""
+    for rank in range(3):
+        topology = Topology(rank, clusters)
+        assert (topology.flat, topology.size, topology.is_leader, topology.given) == (True, 3, True, clusters)
+        assert topology.clusters == Topology.flat_over(rank, 3).clusters == ((0,), (1,), (2,))
+        assert topology.members_of(rank) == (rank,)
+
+
+def _exchange(rank, given):
+    dist.init_process_group("gloo")
+    found = []
+    for clusters in given:
+        topology = Topology(rank, clusters)
+        for one in (topology, topology.with_own_groups()):
+            buffers = [torch.arange(4.0) * 10**rank + bucket for bucket in range(3)]
+            for future in [one.all_reduce(buffer) for buffer in buffers]:
+                future.wait()
+            rows, seen = torch.zeros(one.size, 2, dtype=torch.uint8), []
+            if one.is_leader:
+                rows[one.cluster] = torch.tensor([one.cluster + 1, rank + 10], dtype=torch.uint8)
+            one.all_gather(rows, seen.append).wait()
+            inside = torch.full((2,), float(10**rank))
+            raised = one.reduce_in_cluster(inside)
+            if raised is not None:
+                raised.wait()
+            known = one.leader, one.cluster, one.is_leader, one.size, one.members_of(rank)
+            one.close()
+            found.append(([buffer.numpy() for buffer in buffers], rows.tolist(), sorted(seen), inside.tolist(), known))
+        topology.open()
+        again = torch.ones(2)
+        topology.all_reduce(again).wait()
+        found[-1] += (again.tolist(),)
+        topology.close()
+    return found
+
+
+def test_every_rank_gets_the_sum_of_all_and_the_message_of_each_leader():
+    given = [((0,), (1,), (2,)), ((0, 2), (1,))]
+    for rank, found in enumerate(run_ranks(_exchange, 3, given)):
+        twice = [one for one in given for _ in range(2)]
+        for (buffers, rows, seen, inside, known, *again), clusters in zip(found, twice, strict=True):
+            for bucket, buffer in enumerate(buffers):
+                np.testing.assert_allclose(buffer, np.arange(4.0) * 111 + 3 * bucket)
+            assert rows == [[i + 1, members[0] + 10] for i, members in enumerate(clusters)]
+            assert seen == list(range(len(clusters)))
+            mine = next(members for members in clusters if rank in members)
+            assert known == (mine[0], clusters.index(mine), rank == mine[0], len(clusters), mine)
+            assert rank != mine[0] or inside == [float(sum(10**member for member in mine))] * 2
+            assert again in ([], [[3.0, 3.0]])
+
+
+# clusters that a setting asks for
+
+
+@pytest.mark.parametrize(
+    ("setting", "answers", "expected"),
+    [
+        (None, ["a", "a", "b"], ((0,), (1,), (2,))),
+        ("nodes", ["a"], ((0,),)),
+        ("nodes", ["one", "two", "one", "two", "three"], ((0, 2), (1, 3), (4,))),
+        ("env", ["lab", "office", "lab"], ((0, 2), (1,))),
+        ("env", ["lab", None, "", "lab"], f"{VARIABLE}.* 1, 2"),
+        (((0, 1), (2,)), ["", "", ""], ((0, 1), (2,))),
+        (((0, 1),), ["", "", ""], "2"),
+    ],
+)
+def test_clusters_are_those_that_the_setting_asks_for(monkeypatch, setting, answers, expected):
+    monkeypatch.setenv(VARIABLE, "lab")
+    said = []
+    ranks = SimpleNamespace(rank=0, world_size=len(answers), gather_objects=lambda own: said.append(own) or answers)
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            discover_clusters(setting, ranks)
+    else:
+        assert discover_clusters(setting, ranks) == expected
+    asked = {"nodes": socket.gethostname(), "env": "lab"}.get(setting if isinstance(setting, str) else "")
+    assert said == ([asked] if asked and len(answers) > 1 else [])
+
+
+def _pings(rank, world_size):
+    dist.init_process_group("gloo")
+    plane, met, now = ControlPlane(rank, world_size), [], [0.0]
+
+    def moved(call):
+        def counted(tensor, peer):
+            met.append((call.__name__, peer, tensor.nbytes))
+            call(tensor, peer)
+            now[0] += 0.125 * (1 + {rank, peer}.issuperset({1, 2}))
+
+        return counted
+
+    plane.send, plane.receive = moved(plane.send), moved(plane.receive)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("time.perf_counter", lambda: now[0])
+        seconds = [link_seconds(plane), link_seconds(plane, 64)]
+        clusters = discover_clusters("auto", plane)
+    return seconds, met, clusters
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_each_two_ranks_are_timed_and_all_ranks_know_all_times(world_size):
+    """The lower rank begins. A link is as slow as in its slower direction, and the best of some trips counts."""
+    expected = np.where(np.eye(world_size) == 1, 0.0, 0.25)
+    if world_size == 3:
+        expected[1, 2] = expected[2, 1] = 0.5
+    for rank, (seconds, met, clusters) in enumerate(run_ranks(_pings, world_size, world_size)):
+        np.testing.assert_array_equal(seconds, [expected] * 2)
+        for size in (64, 262_144):
+            for other in set(range(world_size)) - {rank}:
+                trips = [kind for kind, peer, length in met if (peer, length) == (other, size)]
+                there = ["send", "receive"] if rank < other else ["receive", "send"]
+                assert trips == there * (len(trips) // 2)
+                assert len(trips) >= 6
+        assert sorted(sum(clusters, ())) == list(range(world_size))
+
+
+# all-gather of unequal numbers of rows
+
+SIZES = (7, 3)
+OURS = pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional:FutureWarning")  # Lightning's own gather
+
+
+def numbered(rank, sizes, width=2):
+    """Rows that are numbered over all ranks, so that the order can be seen."""
+    first = sum(sizes[:rank])
+    return torch.arange(first * width, (first + sizes[rank]) * width, dtype=torch.float64).view(-1, width)
+
+
+def strategy_of(name, **settings):
+    if name == "lightning":
+        from lightning_hetero import HeteroDDPStrategy
+    else:
+        from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy
+    return HeteroDDPStrategy(**{"local_batch_sizes": SIZES, **settings})
+
+
+def fabric_of(world_size):
+    from lightning.fabric import Fabric
+
+    strategy = strategy_of("fabric", local_batch_sizes=(7, 3, 2)[:world_size])
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
+    fabric.launch()
+    return fabric
+
+
+def _rows(rank):
+    fabric = fabric_of(3)
+    pair = dist.new_group([0, 1])
+    found = {
+        "uneven": fabric.all_gather(numbered(rank, (4, 1, 2))),
+        "some have none": fabric.all_gather(numbered(rank, (0, 3, 0))),
+        "one dimension": fabric.all_gather(torch.arange(rank + 1)),
+        "equal": fabric.all_gather(numbered(rank, (2, 2, 2))),
+        "numbers": fabric.all_gather(float(rank)),
+        "nested": fabric.all_gather({"a": [torch.full((rank + 1, 1), rank)]})["a"][0],
+    }
+    if rank < 2:
+        found["pair"] = fabric.all_gather(numbered(rank, (4, 1)), group=pair)
+    errors = []
+    for tensor in (
+        torch.zeros(2 + rank, 1 + rank),
+        torch.zeros(rank + 1, dtype=(torch.int64, torch.bool)[rank % 2]),
+        torch.zeros(()) if rank == 0 else torch.zeros(2),
+    ):
+        with pytest.raises(ValueError, match=r"all_gather.*rank 0: ") as error:
+            fabric.all_gather(tensor)
+        errors.append(str(error.value))
+    fabric.strategy.teardown()
+    return {name: gathered.tolist() for name, gathered in found.items()} | {"errors": errors}
+
+
+@OURS
+def test_rows_come_in_the_order_of_the_ranks_and_equal_shapes_are_stacked():
+    for rank, found in enumerate(run_ranks(_rows, 3)):
+        assert found["uneven"] == [numbered(0, (7,)).tolist()]
+        assert found["some have none"] == [numbered(0, (3,)).tolist()]
+        assert found["one dimension"] == [[0, 0, 1, 0, 1, 2]]
+        assert found["equal"] == numbered(0, (6,)).view(3, 2, 2).tolist()
+        assert found["numbers"] == [0.0, 1.0, 2.0]
+        assert found["nested"] == [[[0], [1], [1], [2], [2], [2]]]
+        assert rank == 2 or found["pair"] == [numbered(0, (5,)).tolist()]
+        for error, named in zip(found["errors"], ("float32[4, 3]", "bool[2]", "float32[]"), strict=True):
+            assert named in error
+
+
+def views(model, x):
+    return nn.functional.normalize(model(x)), nn.functional.normalize(model(0.9 * x + 0.1))
+
+
+def embedding():
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+
+
+def contrastive(model, x, rank, all_gather):
+    """As in docs/what-gets-averaged.md: each sample's second view against those of all ranks, and the other way."""
+    first, second = views(model, x)
+    others = [all_gather(view, sync_grads=True).flatten(0, 1) for view in (first, second)]
+    labels = int(all_gather(torch.tensor(len(x)))[:rank].sum()) + torch.arange(len(x))
+    loss = nn.functional.cross_entropy
+    return loss(first @ others[1].T, labels) + loss(second @ others[0].T, labels)
+
+
+class Contrastive(Regressor):
+    def __init__(self):
+        super().__init__(lr=0.0)
+        self.net, self.steps, self.outputs, self.shares, self.validated = embedding(), [], [], [], []
+
+    def training_step(self, batch, batch_idx):
+        x, _, index = batch
+        self.outputs.append(index)
+        self.shares.append(self.all_gather(index.double()).mean().item())
+        return contrastive(self.net, x, self.global_rank, self.all_gather)
+
+    def on_before_optimizer_step(self, optimizer):
+        self.steps.append((flat_grads(self.net), self.outputs[-1].tolist()))
+
+    def on_train_epoch_end(self):
+        self.gathered = self.all_gather(torch.cat(self.outputs)).flatten().tolist()
+
+    def validation_step(self, batch, batch_idx):
+        self.validated.append((self.net(batch[0]), batch[2]))
+
+    def on_validation_epoch_end(self):
+        outputs, indices = map(torch.cat, zip(*self.validated, strict=True))
+        self.evaluated = self.all_gather(outputs).flatten(0, -2), self.all_gather({"at": indices})["at"].flatten()
+
+
+def _lightning(rank):
+    model = Contrastive()
+    trainer = trainer_of(strategy_of("lightning", balance_evaluation=True), 2, max_epochs=1, num_sanity_val_steps=0)
+    trainer.fit(model, DataLoader(Points(SAMPLES), 5, shuffle=True), DataLoader(Points(31), 4))
+    outputs, indices = model.evaluated
+    right = torch.allclose(outputs, model.net(Points(31).x[indices]), rtol=1e-12)
+    return model.steps, model.gathered, model.shares, (sorted(indices.tolist()), right)
+
+
+def _fabric(rank):
+    fabric = fabric_of(2)
+    raw, steps = embedding(), []
+    model, loader = fabric.setup(raw), fabric.setup_dataloaders(DataLoader(Points(SAMPLES), 5, shuffle=True))
+    for x, _, index in loader:
+        raw.zero_grad()
+        fabric.backward(contrastive(model, x, rank, fabric.all_gather))
+        steps.append((flat_grads(raw), index.tolist()))
+    gathered = fabric.all_gather(torch.tensor(sum((indices for _, indices in steps), []))).flatten().tolist()
+    fabric.strategy.teardown()
+    return steps, gathered
+
+
+@OURS
+@pytest.mark.parametrize("train", [_lightning, _fabric])
+def test_contrastive_losses_are_those_of_one_process_and_gathers_work_in_every_hook(train):
+    results = run_ranks(train, 2)
+    model, data = embedding(), Points(SAMPLES)
+    assert len(results[0][0]) == 8
+    for (got, first), (same, second) in zip(*(result[0] for result in results), strict=True):
+        model.zero_grad()
+        one, other = views(model, data.x[first + second])
+        labels = torch.arange(len(one))
+        loss = nn.functional.cross_entropy(one @ other.T, labels) + nn.functional.cross_entropy(other @ one.T, labels)
+        loss.backward()
+        np.testing.assert_allclose(got, flat_grads(model), rtol=1e-12, atol=1e-14)
+        np.testing.assert_array_equal(got, same)
+    assert all(sorted(result[1]) == list(range(SAMPLES)) for result in results)
+    for shares, evaluated in (result[2:] for result in results if train is _lightning):
+        expected = [
+            np.mean(first + second) for (_, first), (_, second) in zip(results[0][0], results[1][0], strict=True)
+        ]
+        np.testing.assert_allclose(shares, expected)
+        assert evaluated == (list(range(31)), True)
+
+
+def _accelerate(rank):
+    from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
+
+    accelerator = HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin(local_batch_sizes=SIZES))
+    model, loader = accelerator.prepare(network(), DataLoader(Points(SAMPLES), 5, shuffle=True))
+    seen = []
+    for x, y, index in loader:
+        accelerator.backward(nn.functional.mse_loss(model(x), y))
+        seen.append(index)
+    everyone = accelerator.gather(torch.cat(seen)).tolist()
+    equal = accelerator.gather({"rank": torch.tensor([rank]), "number": torch.tensor(rank)})
+    accelerator.end_training()
+    return sorted(everyone), len(torch.cat(seen)), {name: value.tolist() for name, value in equal.items()}
+
+
+def test_accelerators_gather_after_a_pass():
+    first, second = run_ranks(_accelerate, 2)
+    assert first[1] != second[1]
+    assert first[0] == second[0] == list(range(SAMPLES))
+    assert first[2] == second[2] == {"rank": [0, 1], "number": [0, 1]}
+
+
+# a sum that gloo does not end
+
+
+@pytest.fixture
+def futures(monkeypatch):
+    """Futures of buckets; ``groups.asked`` says how often it was asked for the process groups that there are."""
+    futures = BucketFutures()
+    monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map=(group := _Groups())))
+    futures.groups = group
+    return futures
+
+
+class _Groups(dict):
+    asked = 0
+
+    def __iter__(self):
+        self.asked += 1
+        return super().__iter__()
+
+
+def test_what_ends_in_time_is_passed_on_and_what_does_not_is_failed_for_good(futures):
+    """As DDP waits for what the hook has made of the sum; the group of a stuck call is kept, which waits for it."""
+    good, bad, late, never = (torch.futures.Future() for _ in range(4))
+    fronts = [futures.stand_in(one, CPU) for one in (good, bad, late, never)]
+    made = fronts[3].then(lambda done: done.value() + 1)
+    good.set_result([torch.ones(2)])
+    bad.set_exception(ValueError("from gloo"))
+    assert torch.equal(fronts[0].wait()[0], torch.ones(2))
+    with pytest.raises(ValueError, match="from gloo"):
+        fronts[1].wait()
+    with VirtualTime() as clock:
+        ends = threading.Thread(target=lambda: (clock.sleep(0.3), late.set_result(3)))
+        ends.start()
+        assert futures.groups.asked == 0
+        assert futures.fail("Connection closed", patience_s=1.0) == 1
+    assert futures.groups.asked == 1
+    assert fronts[2].wait() == 3
+    for future in (fronts[3], made):
+        with pytest.raises(RuntimeError, match="Connection closed"):
+            future.wait()
+    never.set_result(4)  # long after
+    assert futures.fail("again", patience_s=0.0) == 0
+    assert futures.groups.asked == 1
+
+
+def _stuck(rank, folder):
+    dist.init_process_group("gloo")
+    if rank == 1:
+        while not (folder / "left").exists():
+            threading.Event().wait(0.05)
+        return None
+    futures = BucketFutures()
+    waited = futures.stand_in(dist.all_reduce(torch.ones(4), async_op=True).get_future(), CPU)
+    failed = futures.fail("Connection closed", patience_s=0.1)
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        waited.wait()
+    dist.destroy_process_group()
+    gc.collect()
+    (folder / "left").touch()
+    return failed
+
+
+def test_a_process_with_a_stuck_call_leaves_its_groups(tmp_path):
+    assert run_ranks(_stuck, 2, tmp_path, start="fork") == [1, None]

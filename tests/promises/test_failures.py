@@ -1,0 +1,727 @@
+"""Ranks that fail, stand still, leave or begin something else: what the others say, and when they end.
+
+All ranks are in one process, by a clock that is counted, and tell each other by a store in memory.
+"""
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from lightning_hetero.comm.failures.failure import Failure, is_ordinary, of_connection
+from lightning_hetero.comm.failures.failure_watch import FailureWatch, end_abandoned_watches
+from lightning_hetero.comm.failures.main_thread import debugged, in_collective
+from lightning_hetero.comm.failures.store_calls import StoreCalls
+from lightning_hetero.comm.failures.store_keys import forget_keys
+from tests.promises.virtual import VirtualTime
+
+COMPUTES, PASS = (0, 3, False), (0, 3, True)
+
+
+class Owner:
+    """Of a watch: where its rank is, as epoch, batch and whether in a backward pass."""
+
+    def __init__(self, place):
+        self.place = place
+
+
+def _asking(name):
+    return lambda self, *args: getattr(self._asked(), name)(*args)
+
+
+class JobStore(dist.Store):
+    """A store in memory, which may be gone, or not answer."""
+
+    def __init__(self, clock):
+        super().__init__()
+        self.clock, self.values, self.state = clock, dist.HashStore(), ""
+
+    def _asked(self):
+        self.clock.wait(lambda: self.state != "stopped")
+        if self.state == "gone":
+            raise RuntimeError("Connection was reset by peer")
+        return self.values
+
+    def clone(self):
+        return self
+
+    get, set, add, check, compare_set, delete_key, list_keys = map(
+        _asking, ("get", "set", "add", "check", "compare_set", "delete_key", "list_keys")
+    )
+
+
+class Job:
+    """Ranks of a job, each with its watch, as if in a process of its own."""
+
+    def __init__(self, clock, world_size=3, place=COMPUTES, timeout=None, store=None):
+        self.clock, self.store, self.lines = clock, store or JobStore(clock), []
+        self.owners = [Owner(place) for _ in range(world_size)]
+        timeout = timeout and timedelta(seconds=timeout)
+        self.watches = [FailureWatch(rank, world_size, timeout) for rank in range(world_size)]
+        for rank in range(world_size):
+            self.begin(rank)
+
+    def begin(self, rank):
+        self.clock.owner = rank
+        self.watches[rank].begin(lambda: self.store, self.owners[rank], lambda own: own.place)
+        self.clock.owner = None
+
+    def places(self, **places):
+        for rank, place in places.items():
+            self.owners[int(rank.removeprefix("r"))].place = place
+
+    def errors(self, rank, error):
+        """The text of an error of a rank, as the rank explains it."""
+        self.clock.owner = rank
+        self.watches[rank].explain(error)
+        self.clock.owner = None
+        return str(error)
+
+    def lost(self, rank):
+        """What an error of this rank says that follows from another's."""
+        return self.errors(rank, RuntimeError("Connection closed by peer")).partition("\n")[2]
+
+    def close(self):
+        for watch in self.watches:
+            watch.close()
+
+    def said(self, words):
+        return [line for line in self.lines if words in line]
+
+
+@pytest.fixture
+def clock():
+    with VirtualTime() as clock:
+        yield clock
+
+
+@pytest.fixture
+def job(clock, monkeypatch):
+    """Makes a job; its watches end, and all that hangs on them."""
+    made, logger, handler = [], logging.getLogger("lightning_hetero"), logging.Handler()
+    handler.emit = lambda record: made[-1].lines.append(record.getMessage())
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    logger.addHandler(handler)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    def make(*args, **kwargs):
+        made.append(Job(clock, *args, **kwargs))
+        return made[-1]
+
+    yield make
+    clock.frozen.clear()
+    for one in made:
+        one.store.state = ""
+        one.close()
+    logger.removeHandler(handler)
+
+
+# who failed first
+
+
+def test_the_first_failure_is_in_the_errors_that_follow_from_it_and_in_no_other(job):
+    ranks = job()
+    assert ranks.errors(1, ValueError("bad batch")) == "bad batch"
+    follows = RuntimeError("Connection closed by peer")
+    for _ in range(3):
+        assert ranks.errors(0, follows) == "Connection closed by peer\nrank 1 failed first: ValueError: bad batch."
+    assert ranks.errors(0, KeyError("not of a connection")) == "'not of a connection'"
+    assert ranks.lost(2) == "rank 1 failed first: ValueError: bad batch."
+
+
+def test_rank_0_says_the_failure_of_another_rank_with_its_traceback(job):
+    ranks = job()
+    try:
+        raise ZeroDivisionError("a bug of the user's")
+    except ZeroDivisionError as error:
+        ranks.errors(1, error)
+    ranks.clock.pass_(1.0)
+    (line,) = ranks.said("failed first")
+    assert line.startswith("rank 1 failed first: ZeroDivisionError: a bug of the user's\n")
+    assert "raise ZeroDivisionError" in line
+    other = job()
+    other.errors(0, ValueError("its own, which Python prints"))
+    other.clock.pass_(1.0)
+    assert other.said("failed first") == []
+
+
+def test_rank_0_says_it_before_its_own_error_is_printed(job):
+    ranks = job(2)
+    ranks.clock.pass_(0.1)  # its thread looks again after a quarter of a second
+    ranks.errors(1, ValueError("bad batch"))
+    ranks.lost(0)
+    assert len(ranks.said("rank 1 failed first: ValueError: bad batch")) == 1
+
+
+def test_a_lost_connection_that_nobody_else_has_caused_is_the_first_failure(job):
+    ranks = job()
+    assert ranks.lost(1) == ""
+    assert ranks.lost(2) == "rank 1 failed first: RuntimeError: Connection closed by peer."
+
+
+@pytest.mark.parametrize(("silent", "others"), [({1}, ""), ({1, 2}, "[2]")], ids=str)
+def test_ranks_that_do_not_answer_are_named_after_three_seconds(job, silent, others):
+    ranks, begin = job(4), 1000.0
+    ranks.clock.pass_(1.0)
+    ranks.clock.frozen = silent
+    text = ranks.lost(3)
+    assert "rank 1 failed first: it does not answer" in text
+    assert ("neither do ranks" in text) == bool(others)
+    assert others in text
+    assert 4.0 <= ranks.clock.now - begin < 6.0
+
+
+def test_a_roll_call_that_all_answer_takes_no_longer_than_they_need(job):
+    ranks = job()
+    ranks.clock.pass_(1.0)
+    assert ranks.lost(1) == ""
+    assert ranks.clock.now < 1002.0
+
+
+@pytest.mark.parametrize("error", [None, SystemExit(0), StopIteration()], ids=str)
+def test_a_loop_that_ends_has_not_failed_and_its_rank_takes_no_part_any_more(job, error):
+    ranks = job(2)
+    ranks.watches[1].end(error)
+    assert ranks.lost(0).startswith("rank 1 failed first: it takes no part any more")
+
+
+def test_a_loop_that_ends_inside_a_handler_has_failed(job):
+    ranks = job(2)
+    try:
+        raise ValueError("bad batch")
+    except ValueError:
+        ranks.watches[1].end()
+    assert "rank 1 failed first: ValueError" in ranks.lost(0)
+
+
+def test_in_a_backward_pass_only_lost_connections_are_failures(job):
+    """The user may catch another error, and go on."""
+    ranks, lost = job(2), RuntimeError("Connection closed by peer")
+    ranks.watches[1].explain_connection(ValueError("mine"))
+    ranks.watches[0].explain_connection(lost)
+    assert str(lost) == "Connection closed by peer"
+    assert "rank 0 failed first: RuntimeError" in ranks.lost(1)
+
+
+@pytest.mark.parametrize(
+    ("rank", "state", "launcher", "said"),
+    [
+        (1, "gone", "", "rank 0 failed first: its process is gone"),
+        (1, "stopped", "", "rank 0 failed first: the job's store, which it holds, does not answer"),
+        (1, "gone", "True", "the launcher failed first: its process is gone"),
+        (0, "gone", "", ""),
+        (0, "gone", "True", "the launcher failed first: its process is gone"),
+    ],
+)
+def test_who_holds_the_store_is_named_when_it_is_gone(job, monkeypatch, rank, state, launcher, said):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", launcher)
+    ranks = job(2)
+    ranks.clock.pass_(1.0)
+    ranks.store.state = state
+    text = ranks.lost(rank)
+    assert text.startswith(said)
+    assert bool(text) == bool(said)
+    assert ranks.clock.now < 1015.0, "nobody waits for ever"
+
+
+def test_rank_0_that_has_ended_well_is_said_to_have_ended_although_the_store_is_gone(job):
+    ranks = job(2)
+    ranks.watches[0].end()
+    ranks.clock.pass_(1.0)
+    ranks.store.state = "gone"
+    assert ranks.lost(1).startswith("rank 0 failed first: it takes no part any more")
+
+
+@pytest.mark.parametrize(("fails", "over"), [(None, True), (0, False), (1, False)])
+def test_rank_0_is_over_only_if_nobody_has_failed(job, fails, over):
+    ranks = job(2)
+    ranks.clock.pass_(0.1)  # it has not read yet what the other tells
+    if fails == 1:
+        ranks.errors(1, ValueError("bad batch"))
+    ranks.watches[0].end(ValueError("bad batch") if fails == 0 else None)
+    ranks.clock.pass_(1.0)
+    ranks.store.state = "gone"
+    assert ("its training has ended" in ranks.lost(1)) == over
+
+
+@pytest.mark.parametrize(("launcher", "waits"), [("", True), ("True", False)])
+def test_who_holds_the_store_stays_a_second_so_that_the_others_read_why_it_ends(job, monkeypatch, launcher, waits):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", launcher)
+    ranks = job(2)
+    ranks.clock.pass_(1.0)
+    ranks.clock.frozen, begin = {1}, ranks.clock.now
+    ranks.errors(0, ValueError("bad batch"))
+    assert (ranks.clock.now - begin >= 1.0) == waits
+    assert ranks.clock.now - begin < 3.0
+    ranks.clock.frozen = set()
+    assert "rank 0 failed first" in ranks.lost(1)
+    begin = ranks.clock.now
+    ranks.errors(1, ValueError("another"))
+    assert ranks.clock.now == begin, "the others hold nothing that anybody needs"
+
+
+# who stands still
+
+
+@pytest.mark.parametrize("place", [COMPUTES, PASS], ids=["computes", "in a backward pass"])
+@pytest.mark.parametrize("still", [0, 1])
+@pytest.mark.parametrize(("timeout", "named", "ended"), [(None, 30.0, 60.0), (9, 6.0, 12.0), (1800, 30.0, 60.0)])
+def test_a_rank_that_is_stopped_is_named_and_ends_the_others(job, still, timeout, named, ended, place):
+    ranks = job(timeout=timeout, place=place)
+    ranks.clock.pass_(20.0)
+    ranks.clock.frozen = {still}
+    ranks.clock.pass_(named - 1.0)
+    assert ranks.lines == []
+    ranks.clock.pass_(7.0)
+    watchers = {0: [1, 2], 1: [0]}[still]
+    assert {line.split(",")[0] for line in ranks.lines} == {
+        f"rank {one} waits for rank {still}: it shows no sign of life" for one in watchers
+    }
+    assert ranks.clock.ended == {}
+    ranks.clock.pass_(ended - named + 6.0)
+    assert ranks.clock.ended == dict.fromkeys({0, 1, 2} - {still}, 1)
+    for one in {0, 1, 2} - {still}:
+        assert ranks.said(f"rank {one} ends the training, which cannot go on: rank {still} is lost (it shows no sign")
+
+
+def test_a_rank_that_goes_on_is_said_to_and_nobody_ends(job):
+    ranks = job()
+    ranks.clock.pass_(20.0)
+    ranks.clock.frozen = {1}
+    ranks.clock.pass_(50.0)
+    ranks.clock.frozen = set()
+    ranks.clock.pass_(100.0)
+    assert [line.split(",")[0] for line in ranks.lines] == [
+        "rank 0 waits for rank 1: it shows no sign of life",
+        "rank 1 goes on",
+    ]
+    assert ranks.clock.ended == {}
+
+
+def test_an_error_says_who_was_waited_for(job):
+    ranks = job()
+    ranks.clock.pass_(20.0)
+    ranks.clock.frozen = {1}
+    ranks.clock.pass_(40.0)
+    assert "rank 1: it shows no sign of life" in ranks.errors(0, RuntimeError("Timed out waiting 4000ms for recv"))
+
+
+def test_a_job_that_was_stopped_as_a_whole_accuses_nobody(job):
+    """Nor does a single process that was stopped itself."""
+    ranks = job(place=PASS)
+    for frozen in ({0, 1, 2}, {0, 2}, {2}):
+        ranks.clock.pass_(20.0)
+        ranks.clock.frozen = frozen
+        ranks.clock.pass_(25.0 if frozen == {2} else 100.0 if frozen == {0, 1, 2} else 20.0)
+        ranks.clock.frozen = set()
+    ranks.clock.pass_(20.0)
+    assert (ranks.lines, ranks.clock.ended) == ([], {})
+
+
+def test_where_the_store_stops_answering_only_the_rank_that_holds_it_is_lost(job):
+    ranks = job()
+    ranks.clock.pass_(20.0)
+    ranks.store.state = "stopped"
+    ranks.clock.pass_(90.0)
+    assert set(ranks.clock.ended) == {1, 2}
+    assert not ranks.said("for rank 1") + ranks.said("for rank 2")
+    assert all("rank 0" in line and "store" in line for line in ranks.said("is lost"))
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ((0, 3, False), "it is in batch 3 of epoch 0 and has not come to its backward pass"),
+        ((0, 2, False), "it is in batch 2 of epoch 0, and rank 0 in batch 3 of epoch 0"),
+        ((1, 3, True), "it is in batch 3 of epoch 1, and rank 0 in batch 3 of epoch 0"),
+        ((0, 3, True), None),
+    ],
+)
+def test_a_rank_that_is_elsewhere_is_named_ever_more_seldom_and_never_lost(job, place, said):
+    ranks = job(2, PASS)
+    ranks.places(r1=place)
+    ranks.clock.pass_(50.0)
+    assert ranks.lines == []
+    ranks.clock.pass_(550.0)
+    assert [line.split(", for")[0] for line in ranks.said("rank 0 waits for rank 1")] == (
+        [f"rank 0 waits for rank 1: {said}"] * 4 if said else []
+    ), "after one, two, four and eight minutes"
+    ranks.places(r1=PASS)
+    ranks.clock.pass_(20.0)
+    assert len(ranks.said("rank 1 goes on")) == (said is not None)
+    assert ranks.clock.ended == {}
+
+
+def test_nobody_is_waited_for_by_ranks_that_compute_or_by_others_than_rank_0(job):
+    ranks = job()
+    ranks.clock.pass_(300.0)
+    ranks.places(r2=PASS)
+    ranks.clock.pass_(300.0)
+    assert {line.split(":")[0] for line in ranks.lines} <= {"rank 2 waits for rank 0"}
+
+
+def test_a_rank_under_a_debugger_is_named_and_never_lost(job, monkeypatch):
+    ranks = job()
+    ranks.clock.frozen = {0, 2}
+    monkeypatch.setitem(sys.modules, "pydevd", sys)
+    ranks.clock.pass_(6.0)
+    monkeypatch.delitem(sys.modules, "pydevd")
+    ranks.clock.frozen = {1}
+    ranks.clock.pass_(300.0)
+    assert ranks.said("rank 0 waits for rank 1: it shows no sign of life")
+    assert ranks.clock.ended == {}
+
+
+# who has ended, or has not begun
+
+
+def test_ranks_that_begin_later_or_have_ended_are_not_missed_by_those_that_compute(job):
+    ranks = job()
+    for rank in (2, 0):
+        ranks.clock.pass_(100.0)
+        ranks.watches[rank].close()
+    ranks.clock.pass_(200.0)
+    assert (ranks.lines, ranks.clock.ended) == ([], {})
+
+
+@pytest.mark.parametrize(("me", "other"), [(0, 1), (1, 0)])
+def test_a_rank_that_has_ended_is_not_waited_for_for_ever_in_a_backward_pass(job, me, other):
+    """It has caught its error, and goes on with something else, so that no connection breaks."""
+    ranks = job(2)
+    ranks.clock.pass_(20.0)
+    ranks.places(**{f"r{me}": PASS})
+    ranks.watches[other].close()
+    ranks.clock.pass_(50.0)
+    assert [line.split(",")[0] for line in ranks.lines] == [
+        f"rank {me} waits for rank {other}: it takes no part any more"
+    ]
+    assert ranks.clock.ended == {}
+    ranks.clock.pass_(20.0)
+    assert ranks.clock.ended == {me: 1}
+    assert ranks.said(f"rank {other} is lost (it takes no part any more")
+
+
+def in_a_collective_call(call):
+    """Call it while the main thread is, as far as its frames tell, in a function of ``torch.distributed``."""
+    done = threading.Lock()
+    done.acquire()
+    thread = REAL_THREAD(target=lambda: (call(), done.release()))
+    exec(compile("def barrier(begin, done):\n    begin()\n    done.acquire()", dist.__file__, "exec"), found := {})
+    found["barrier"](thread.start, done)
+    thread.join()
+
+
+REAL_THREAD = threading.Thread
+
+
+@pytest.mark.parametrize(
+    ("another", "collective", "third", "ends"),
+    [
+        (True, True, None, True),
+        (True, True, (0, 9, True), True),  # it waits, too
+        (True, False, None, False),
+        (False, True, None, False),  # it may come to the call after its training
+    ],
+)
+def test_a_rank_that_has_begun_another_training_is_not_waited_for_in_any_call(job, another, collective, third, ends):
+    ranks = job(2 if third is None else 3)
+    if third:
+        ranks.places(r2=third)
+    ranks.clock.pass_(20.0)
+    ranks.watches[1].close()
+    if another:
+        end_abandoned_watches()
+    (in_a_collective_call if collective else lambda call: call())(lambda: ranks.clock.pass_(200.0))
+    assert (0 in ranks.clock.ended) == ends
+
+
+def test_who_begins_another_training_after_its_notes_were_deleted_leaves_none(job):
+    ranks = job(2)
+    ranks.watches[1].close()
+    ranks.watches[0].close()
+    for key in list(ranks.store.list_keys()):
+        ranks.store.delete_key(key)
+    end_abandoned_watches()
+    assert list(ranks.store.list_keys()) == []
+
+
+# how the others end
+
+
+def test_a_rank_that_does_not_fail_by_itself_is_ended_after_a_minute_and_the_one_that_fails_is_not(job):
+    """That one handles its error, and may save a checkpoint, which takes long."""
+    ranks = job()
+    ranks.errors(1, ValueError("bad batch"))
+    ranks.clock.pass_(58.0)
+    assert ranks.clock.ended == {}
+    ranks.clock.pass_(10.0)
+    assert ranks.clock.ended == {0: 1, 2: 1}
+    assert ranks.said("rank 0 ends the training, which cannot go on: rank 1 failed first: ValueError: bad batch")
+
+
+def test_a_rank_that_saves_for_an_error_of_its_own_is_not_ended_for_a_lost_one(job):
+    ranks = job()
+    ranks.errors(2, ValueError("mine"))
+    ranks.clock.frozen = {1}
+    ranks.clock.pass_(200.0)
+    assert set(ranks.clock.ended) == {0}
+
+
+def test_a_stopped_process_is_killed_by_the_rank_that_has_started_it(job):
+    """Nobody else would end it."""
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    with mock.patch.object(os, "getpid", return_value=child):
+        ranks = job(2)
+        ranks.clock.pass_(20.0)
+        ranks.clock.frozen = {1}
+        ranks.clock.pass_(80.0)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert ranks.clock.ended == {0: 1}
+
+
+# the end of a watch
+
+
+def test_the_hook_of_uncaught_errors_is_chained_and_put_back(job, monkeypatch):
+    printed = []
+    monkeypatch.setattr(sys, "excepthook", mine := lambda *given: printed.append(given[1]))
+    ranks = job(2)
+    error = ValueError("bad batch")
+    sys.excepthook(ValueError, error, None)
+    assert printed == [error]
+    assert "failed first: ValueError: bad batch" in ranks.lost(0) + ranks.lost(1)
+    for watch in reversed(ranks.watches):
+        watch.close()
+    assert sys.excepthook is mine
+    other = job(2)
+    sys.excepthook = of_somebody = lambda *given: None
+    other.close()
+    assert sys.excepthook is of_somebody
+
+
+def test_a_watch_ends_with_its_owner_on_every_rank_and_keeps_no_error(job, monkeypatch):
+    class KeptError(Exception):
+        pass
+
+    ranks, error = job(2), KeptError()
+    gone = weakref.ref(error)
+    ranks.errors(0, error)
+    del error
+    ranks.owners.clear()
+    ranks.clock.pass_(20.0)
+    gc.collect()
+    assert gone() is None
+    assert not [one for one in threading.enumerate() if getattr(one, "owner", None) in (0, 1)]
+
+
+def test_an_error_that_another_hook_has_kept_to_itself_is_seen_at_the_end(job, monkeypatch):
+    monkeypatch.setattr(sys, "last_value", ValueError("of before"), raising=False)
+    ranks = job(2)
+    monkeypatch.setattr(sys, "last_value", ValueError("bad batch"))
+    ranks.owners[1] = None
+    ranks.clock.pass_(20.0)
+    assert "rank 1 failed first: ValueError: bad batch" in ranks.lost(0)
+    other = job(2)
+    other.owners[1] = None
+    other.clock.pass_(20.0)
+    assert "bad batch" not in other.lost(0), "an error of before is none of this run"
+
+
+@pytest.mark.parametrize("cyclic", [False, True])
+def test_abandoned_watches_have_ended_before_another_begins(job, cyclic):
+    ranks = job(2)
+    ranks.clock.frozen = {0, 1}  # no thread comes to look
+    ranks.owners[1].itself = ranks.owners[1] if cyclic else None
+    gc.disable()
+    try:
+        ranks.owners[1] = None
+        end_abandoned_watches()
+        ranks.clock.frozen = {1}
+        assert "rank 1 failed first: it takes no part any more" in ranks.lost(0)
+    finally:
+        gc.enable()
+
+
+def test_a_training_that_goes_on_knows_nothing_of_the_failure_before_and_of_no_other_training(job):
+    ranks = job(2)
+    ranks.errors(0, ValueError("bad batch"))
+    ranks.close()
+    for rank in range(2):
+        ranks.clock.owner = rank
+        for _ in range(2):
+            ranks.watches[rank].open()
+    ranks.clock.owner = None
+    end_abandoned_watches()
+    assert ranks.lost(1) == ""
+    in_a_collective_call(lambda: ranks.clock.pass_(100.0))
+    assert ranks.clock.ended == {1: 1} | {0: 1} or ranks.clock.ended == {0: 1}, "of the error alone"
+
+
+def test_notes_are_deleted_when_all_ranks_have_left_them(job):
+    first = job(2)
+    store = first.store
+
+    def kept():
+        return {key.split("/")[2] for key in store.list_keys() if key.count("/") > 2}
+
+    def make():
+        return job(2, store=store)
+
+    second = make()
+    first.watches[1].close()
+    second.watches[0].close()
+    third = make()
+    assert kept() >= {"1", "2", "3"}, "rank 0 of the first and rank 1 of the second are still there"
+    third.close()
+    first.watches[0].close()
+    make().close()
+    assert not {"1", "3"} & kept()
+    assert "2" in kept()
+    second.watches[1].close()
+    make()
+    assert "2" not in kept()
+
+
+@pytest.mark.parametrize("how", ["ends", "fails"])
+def test_a_forked_process_is_no_rank(tmp_path, how):
+    ends, store = [], dist.FileStore(str(tmp_path / "store"), 2)
+    with mock.patch("atexit.register", ends.append), mock.patch.object(sys, "excepthook"):
+        owners = [Owner(COMPUTES) for _ in range(2)]
+        watches = [FailureWatch(rank, 2) for rank in range(2)]
+        for watch, owner in zip(watches, owners, strict=True):
+            watch.begin(lambda: store, owner, lambda own: own.place)
+        child = os.fork()
+        if child == 0:
+            for end in ends:
+                end() if how == "ends" else sys.excepthook(ValueError, ValueError("of a child"), None)
+            os._exit(0)
+        os.waitpid(child, 0)
+        error = RuntimeError("Connection closed by peer")
+        watches[0].explain(error)
+        for watch in watches:
+            watch.close()
+    assert str(error) == "Connection closed by peer", "both ranks answer, and nobody has failed before"
+
+
+def test_one_rank_watches_nobody(clock):
+    watch, owner = FailureWatch(0, 1), Owner(COMPUTES)
+    watch.begin(dist.HashStore, owner, lambda own: own.place)
+    assert not [thread for thread in threading.enumerate() if hasattr(thread, "owner")]
+    watch.end(ValueError("mine"))
+
+
+# parts
+
+
+@pytest.mark.parametrize(
+    ("error", "follows"),
+    [
+        (RuntimeError("[/third_party/gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:1"), True),
+        (RuntimeError("NCCL communicator was aborted on rank 1."), True),
+        (RuntimeError("Timed out waiting 4000ms for recv operation to complete"), True),
+        (dist.DistNetworkError("failed to recv, got 0 bytes"), True),
+        (ConnectionResetError("reset"), True),
+        (ValueError("the connection of the user's own database"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (KeyboardInterrupt(), False),
+        (None, False),
+    ],
+)
+def test_which_errors_may_follow_from_those_of_other_ranks(error, follows):
+    assert of_connection(error) is follows
+    led = ValueError("of the user")
+    led.__cause__, late = error, KeyError("late")
+    late.__context__ = led
+    assert of_connection(late) is follows
+    if error is not None:
+        error.__cause__ = late  # a circle
+        assert of_connection(late) is follows
+
+
+@pytest.mark.parametrize(
+    ("error", "ordinary"),
+    [(SystemExit(), True), (SystemExit(0), True), (SystemExit(3), False), (SystemExit("bad"), False)]
+    + [(StopIteration(), True), (GeneratorExit(), True), (KeyboardInterrupt(), False)],
+)
+def test_which_exceptions_are_no_failure(error, ordinary):
+    assert is_ordinary(error) is ordinary
+
+
+def test_a_failure_goes_through_the_store_and_is_cut():
+    failure = Failure.of(2, ValueError("x" * 100_000))
+    assert Failure.from_json(failure.to_json()) == failure
+    assert (failure.rank, failure.lost) == (2, False)
+    assert len(failure.to_json()) < 6000
+    assert "launcher" in str(Failure(None, "gone"))
+    assert "rank 0 ends" in Failure(0, "silent", lost=True).farewell(0)
+
+
+def test_a_call_to_a_store_that_does_not_answer_is_given_up(clock, caplog):
+    calls = StoreCalls(30.0, 10.0)
+    assert calls(lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        calls(lambda: 1 / 0)
+    with pytest.raises(TimeoutError):
+        calls(lambda: time.sleep(100.0))
+    assert clock.now == 1030.0
+    assert "10 s" in caplog.text
+    calls.close()
+    clock.pass_(100.0)
+    assert calls(lambda: 4) == 4, "another thread is started"
+    calls.close()
+
+
+def test_only_keys_with_the_prefix_go():
+    store = dist.HashStore()
+    for key in ("run/1/a", "run/1/b", "run/12/a", "other"):
+        store.set(key, "")
+    forget_keys(store, "run/1/")
+    assert sorted(store.list_keys()) == ["other", "run/12/a"]
+    forget_keys(object(), "run/")  # a store of an older torch, which lists no keys
+
+
+def test_a_debugger_of_the_main_thread_is_found_from_others():
+    """As ``breakpoint()`` sets it: a trace function of this thread, which marks its frames."""
+    assert not debugged()
+    found, frame, before = [], sys._getframe(), sys.gettrace()
+    sys.settrace(trace := lambda *given: None)
+    try:
+        frame.f_trace = trace
+        thread = threading.Thread(target=lambda: found.append(debugged()))
+        thread.start()
+        thread.join()
+    finally:
+        frame.f_trace = None
+        sys.settrace(before)
+    assert found == [True]
+
+
+def test_a_main_thread_in_a_collective_call_is_found_from_others():
+    found = []
+
+    def look():
+        for _ in range(2000):
+            found.append(in_collective())
+            if found[-1]:
+                return
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=lambda: found.append(in_collective()))
+    thread.start()
+    thread.join()
+    assert found == [False]
+    in_a_collective_call(look)
+    assert found[-1]

@@ -1,0 +1,531 @@
+"""Workers that are lost and come: who trains together next, who waits for whom, and from whose state they go on.
+
+Keepers and workers are threads of this process, by a clock that is counted, and meet in a store in memory.
+"""
+
+import sys
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_hetero.comm.membership import roster as module
+from lightning_hetero.comm.membership.group_sockets import connect, making_group, shut_down_groups
+from lightning_hetero.comm.membership.members import Generation, Member, MembershipError, TrainingOverError
+from lightning_hetero.comm.membership.members_watch import STUCK
+from lightning_hetero.comm.membership.roster import Roster, RosterSettings
+from lightning_hetero.comm.membership.slots import GONE, OVER, RUNS, SILENT, Pulse, Slot, SlotBoard, job_board
+from lightning_hetero.comm.membership.state_transfer import WorkerState, newest_state
+from lightning_hetero.strategies._lightning.membership.launcher import lost_connection
+from tests.promises.virtual import VirtualTime
+from tests.ranks import free_port, run_ranks
+
+SLOTS, SETTINGS = 3, RosterSettings(poll_s=0.25)
+
+
+class Job:
+    """Slots with keepers that the test plays, which beat until their host is lost, and workers in threads."""
+
+    def __init__(self, clock, least=1):
+        self.clock, self.least, self.store, self.workers, self.hosts = clock, least, dist.HashStore(), {}, set()
+        self.board = SlotBoard(self.store)
+        for slot in range(SLOTS):
+            clock.run(f"host {slot}", self._beat, slot)
+            self.begin(slot, 0)
+
+    def _beat(self, slot):
+        count = 0
+        while True:
+            self.board.beat(slot, count := count + 1)
+            time.sleep(1.0)
+
+    def begin(self, slot, life):
+        self.board.tell(slot, life, RUNS)
+        self.clock.owner = (slot, life)
+        worker = self.workers[slot] = Roster(SlotBoard(self.store), Slot(slot, SLOTS, life, self.least), SETTINGS)
+        self.clock.owner = None
+        return worker
+
+    def lose(self, slot, state=GONE):
+        worker = self.workers.pop(slot)
+        self.clock.frozen.add((slot, worker.slot.life))
+        self.board.tell(slot, worker.slot.life, state)
+
+    def lose_host(self, slot):
+        """Nobody says that the worker is lost."""
+        worker = self.workers.pop(slot)
+        self.clock.frozen |= {(slot, worker.slot.life), f"host {slot}"}
+
+    def come(self, *slots):
+        """Let these workers come for the next generation; what each finds, or its error, once it is there."""
+        return {slot: self.clock.run((slot, self.workers[slot].slot.life), self.workers[slot].meet) for slot in slots}
+
+    def met(self, *slots, seconds=30.0):
+        """The members of the generation that these workers find, who all have come to the same."""
+        found = self.come(*slots)
+        self.clock.until(lambda: all(found.values()), seconds)
+        (generation,) = {one.get("result", one.get("error")) for one in found.values()}
+        return generation.number, {one.slot: one.life for one in generation.members}
+
+
+@pytest.fixture
+def clock():
+    with VirtualTime() as clock:
+        yield clock
+
+
+@pytest.fixture
+def job(clock):
+    made = Job(clock)
+    assert made.met(2, 0, 1) == (0, {0: 0, 1: 0, 2: 0})
+    return made
+
+
+ALL = {0: 0, 1: 0, 2: 0}
+
+
+def test_ranks_are_the_order_of_the_slots_and_stay_so(job):
+    assert [(job.workers[slot].rank, job.workers[slot].world_size) for slot in range(SLOTS)] == [(0, 3), (1, 3), (2, 3)]
+    job.lose(1)
+    assert job.met(2, 0) == (1, {0: 0, 2: 0})
+    assert [(job.workers[slot].rank, job.workers[slot].world_size) for slot in (0, 2)] == [(0, 2), (1, 2)]
+
+
+def test_the_first_generation_waits_for_every_slot(clock):
+    job = Job(clock)
+    found = job.come(0, 2)
+    clock.pass_(100.0)
+    assert found == {0: {}, 2: {}}
+    assert job.met(1) == (0, ALL)
+
+
+def test_a_survivor_in_a_long_step_is_waited_for_however_long_and_named(job, caplog):
+    caplog.set_level("INFO", "lightning_hetero")
+    job.clock.computes = 1.0
+    job.lose(1)
+    found = job.come(0)
+    job.clock.pass_(5.0)
+    assert caplog.messages == []
+    job.clock.pass_(650.0)  # longer than newcomers are waited for
+    assert found == {0: {}}
+    assert "worker 2" in caplog.messages[0]
+    assert "worker 1" not in caplog.text
+    assert job.met(2) == (1, {0: 0, 2: 0})
+
+
+@pytest.mark.parametrize("how", ["lose", "lose_host"])
+def test_a_survivor_that_is_lost_while_the_others_wait_is_left_out(job, how):
+    job.lose(1)
+    found = job.come(0)
+    job.clock.pass_(5.0)
+    getattr(job, how)(2)
+    job.clock.until(lambda: found[0], 30.0)
+    assert found[0]["result"].members == (Member(0, 0),)
+
+
+def test_a_newcomer_waits_until_the_members_come_to_the_next_generation(job):
+    job.lose(1)
+    job.met(0, 2)
+    assert not job.workers[0].changes(0.0)
+    job.begin(1, 1)
+    found = job.come(1)
+    job.clock.pass_(10.0)
+    assert found == {1: {}}
+    assert all(job.workers[slot].next_is_open and job.workers[slot].changes(0.0) for slot in (0, 2))
+    assert job.met(0, 2) == (2, {0: 0, 1: 1, 2: 0})
+    assert found[1]["result"].number == 2
+
+
+def test_members_that_are_lost_are_seen_by_those_that_train(job):
+    assert (job.workers[0].lost, job.workers[0].changes(5.0)) == ([], False)
+    job.lose(2)
+    assert job.workers[0].lost == [Member(2, 0)]
+    assert job.workers[0].changes(0.0)
+    job.begin(2, 1)
+    assert job.workers[0].lost == [Member(2, 0)], "its next life is another member"
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["before it wrote the members down", "after"])
+def test_who_leads_a_generation_may_be_lost(job, written):
+    """Whoever is among the members that were written down keeps to them, and leaves again."""
+    job.lose(1)
+    job.come(0)
+    job.clock.pass_(1.0)
+    job.clock.frozen.add((0, 0))
+    found = job.come(2)[2]
+    job.clock.pass_(1.0)
+    if written:
+        Generation(1, (Member(0, 0), Member(2, 0))).write(job.board)
+    job.lose(0)
+    job.clock.until(lambda: found, 10.0)
+    expected = (1, (Member(0, 0), Member(2, 0))) if written else (2, (Member(2, 0),))
+    assert found["result"] == Generation(*expected)
+
+
+def test_a_newcomer_to_a_generation_without_it_comes_to_the_next(job):
+    job.lose(1)
+    first = job.come(0)[0]
+    job.clock.pass_(1.0)
+    job.clock.frozen.add((0, 0))
+    job.begin(1, 1)
+    late = job.come(1)[1]
+    job.clock.pass_(1.0)
+    Generation(1, (Member(0, 0), Member(2, 0))).write(job.board)
+    job.clock.pass_(1.0)
+    assert (first, late) == ({}, {})
+    job.clock.frozen.discard((0, 0))
+    assert job.met(2, 0)[1] == {0: 0, 1: 1, 2: 0}
+    assert late["result"].number == 2
+
+
+@pytest.mark.parametrize("gone", [None, "over", "host"], ids=str)
+def test_when_all_are_lost_all_that_can_come_begin_anew_together(job, gone):
+    for slot in range(SLOTS):
+        job.lose(slot, OVER if (slot, gone) == (1, "over") else GONE)
+    if gone == "host":
+        job.clock.frozen.add("host 1")
+    for slot in (0, 2):
+        job.begin(slot, 1)
+    found = job.come(0, 2)
+    job.clock.pass_(60.0)
+    if gone is None:
+        assert found == {0: {}, 2: {}}, "one or two of three would begin alone"
+        job.begin(1, 1)
+        assert job.met(1)[1] == {0: 1, 1: 1, 2: 1}
+        job.clock.pass_(1.0)
+    assert {one.life for one in found[0]["result"].members} == {1}
+    assert len(found[2]["result"].members) == (3 if gone is None else 2)
+
+
+def test_a_worker_whose_keeper_falls_silent_is_lost(job):
+    job.lose_host(1)
+    found = job.come(0, 2)
+    job.clock.until(lambda: found[0] and found[2], 30.0)
+    assert {one.slot for one in found[0]["result"].members} == {0, 2}
+    assert job.workers[0].board.state_of(1) == (0, SILENT)
+
+
+@pytest.mark.parametrize(("state", "error"), [(GONE, TimeoutError), (OVER, MembershipError)])
+def test_fewer_than_the_least_wait_and_then_name_who_is_missing(clock, state, error):
+    job = Job(clock, least=3)
+    job.met(0, 1, 2)
+    job.lose(1, state)
+    found = job.come(0, 2)
+    clock.pass_(590.0 if state == GONE else 0.5)
+    assert any(found.values()) == (state == OVER), "ten minutes, unless nobody can come"
+    clock.until(lambda: any(found.values()), 30.0)
+    (first,) = [slot for slot in found if found[slot]]
+    assert isinstance(found[first]["error"], error)
+    assert "1" in str(found[first]["error"])
+    assert "--min-workers" in str(found[first]["error"])
+    job.lose(first)
+    clock.until(lambda: all(found.values()), 700.0)
+    assert all(isinstance(one["error"], TimeoutError | MembershipError) for one in found.values())
+
+
+def test_fewer_than_the_least_go_on_when_another_comes_in_time(clock):
+    job = Job(clock, least=3)
+    job.met(0, 1, 2)
+    job.lose(1)
+    job.come(0, 2)
+    clock.pass_(500.0)
+    job.begin(1, 1)
+    assert job.met(1) == (1, {0: 0, 1: 1, 2: 0})
+
+
+def test_a_training_that_has_ended_refuses_newcomers_all_of_them(job):
+    job.workers[0].finish()
+    for slot in (1, 2):
+        job.lose(slot)
+        job.begin(slot, 1)
+    found = job.come(1, 2)
+    job.clock.until(lambda: all(found.values()), 30.0)
+    assert {type(one["error"]) for one in found.values()} == {TrainingOverError}
+
+
+def test_the_members_of_a_training_that_has_ended_may_meet_for_another(job):
+    for worker in job.workers.values():
+        worker.begin_fit()
+        worker.finish()
+    assert job.board.finished([0])
+    for worker in job.workers.values():
+        worker.begin_fit()
+    assert not job.board.finished(range(SLOTS))
+    assert job.met(0, 1, 2) == (1, ALL)
+
+
+def test_what_was_noted_of_a_fit_is_that_of_this_fit(job):
+    for worker in job.workers.values():
+        worker.begin_fit()
+    job.workers[0].note("plan", "8 4 4")
+    assert job.workers[1].noted("plan") == "8 4 4"
+    job.workers[1].begin_fit()
+    assert job.workers[1].noted("plan") is None
+
+
+def test_what_groups_have_left_in_the_store_goes_with_the_next_generation(job):
+    job.workers[0].make_store().set("address", "of its group")
+    assert any("address" in key for key in job.store.list_keys())
+    job.met(0, 1, 2)
+    store = job.workers[0].make_store()
+    assert not any("address" in key for key in job.store.list_keys())
+    assert not store.check(["address"])
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["in a fit", "after the last one"])
+def test_a_wait_for_the_address_of_a_lost_member_is_an_error(job, over):
+    store = job.workers[0].make_store()
+    if over:
+        job.workers[0].finish()
+    found = job.clock.run((0, 0), store.get, "address")
+    job.clock.pass_(100.0)
+    assert not found
+    job.lose(2)
+    job.clock.until(lambda: found, 10.0)
+    assert lost_connection(found["error"]), "else the worker would not go on"
+
+
+# a worker that is stuck after a loss
+
+
+@pytest.fixture
+def freed(monkeypatch):
+    """How often this process has shut down its connections."""
+    freed = []
+    monkeypatch.setattr(module, "shut_down_groups", lambda: freed.append("connections") or 2)
+    return freed
+
+
+@pytest.mark.parametrize(
+    ("happens", "computes", "lets_go", "ends"),
+    [
+        ("lost", 0.0, True, True),
+        ("lost", 0.5, False, False),  # a long computation leads to a call that fails
+        ("left", 0.0, True, True),  # it has lost a connection, and has come for the next generation
+        ("newcomer", 0.0, False, False),
+        ("nothing", 0.0, False, False),
+        ("finished", 0.0, False, False),  # it may wait for something else in the rest of its script
+        ("meets", 0.0, False, False),  # it has left its step, and the others may be in a long one
+    ],
+)
+def test_a_worker_that_waits_in_vain_lets_go_of_its_calls_and_then_ends(
+    job, monkeypatch, capfd, freed, happens, computes, lets_go, ends
+):
+    if happens == "newcomer":
+        job.lose(1)
+        job.met(0, 2)
+        job.begin(1, 1)
+        job.come(1)
+    job.workers[0].fail_by(lambda text: freed.append(text) or 1)
+    job.clock.computes = computes
+    if happens in ("lost", "meets"):
+        job.lose(2)
+    if happens == "left":
+        job.come(2)
+    if happens == "finished":
+        job.workers[0].finish()
+        job.lose(2)
+    if happens == "meets":
+        job.come(0)
+    job.clock.frozen |= {(1, 0)}
+    job.clock.pass_(5.0)
+    assert freed[:1] == ["connections"] * lets_go, "first of its connections, so that others need not wait for it"
+    assert len(freed) == 2 * lets_go
+    assert not lets_go or lost_connection(RuntimeError(freed[1])), "else the worker would not go on"
+    assert (0, 0) not in job.clock.ended
+    job.clock.pass_(15.0)
+    assert job.clock.ended.get((0, 0)) == (STUCK if ends else None)
+    assert ("test_membership.py" in capfd.readouterr().err) == ends, "it says where it was"
+
+
+def test_a_host_that_comes_back_in_time_leaves_nobody_stuck(job, freed):
+    for _ in range(3):
+        job.board.tell(2, 0, GONE)
+        job.clock.pass_(10.0)
+        job.board.tell(2, 0, RUNS)
+        job.clock.pass_(10.0)
+    assert job.clock.ended == {}
+    assert freed
+
+
+# what keepers tell
+
+
+def test_a_slot_says_which_of_its_lives_runs_and_whether_it_has_finished():
+    board = SlotBoard(dist.HashStore())
+    assert board.state_of(1) == (-1, RUNS)
+    for life, state, lives in ((0, RUNS, 0), (0, GONE, None), (1, RUNS, 1), (1, OVER, None)):
+        board.tell(1, life, state)
+        assert board.state_of(1) == (life, state)
+        assert [one for one in range(3) if board.lives(1, one)] == ([] if lives is None else [lives])
+    assert not board.finished([0, 1])
+    board.finish(1, 2)
+    assert (board.finished([0, 1]), board.finished([1], 2), board.finished([1], 3)) == (True, True, False)
+    board.begin(1)
+    assert not board.finished([0, 1])
+
+
+def test_a_keeper_is_silent_after_ten_seconds_without_a_sign_until_it_gives_one(clock):
+    board = SlotBoard(dist.HashStore())
+    board.tell(0, 0, RUNS)
+    states = []
+    for seconds in (0.0, 9.0, 2.0):
+        clock.pass_(seconds)
+        states.append(board.state_of(0)[1])
+    board.beat(0, 1)
+    assert [*states, board.state_of(0)[1]] == [RUNS, RUNS, SILENT, RUNS]
+
+
+def test_a_pulse_is_of_its_life_and_falls_silent_under_a_debugger(clock, monkeypatch):
+    board = SlotBoard(dist.HashStore())
+    pulse, seen = Pulse(board, Slot(0, 2, 3)).start(), []
+    for _ in range(3):
+        clock.pass_(1.5)
+        seen.append(board.pulse_of(0, 3))
+    assert all(seen)
+    assert len(set(seen)) == 3
+    assert board.pulse_of(0, 4) == "", "that of an earlier life says nothing of a later one"
+    pulse.stop()
+    last = board.pulse_of(0, 3)
+    clock.pass_(10.0)
+    assert last.endswith("ends")
+    assert board.pulse_of(0, 3) == last
+    Pulse(board, Slot(0, 2, 4)).start()
+    clock.pass_(1.5)
+    assert board.pulse_of(0, 4)
+    monkeypatch.setitem(sys.modules, "pydevd", sys)
+    clock.pass_(10.0)
+    assert board.pulse_of(0, 4) == "", "its keeper kills what has been silent, and a user may look at a line for long"
+
+
+def test_the_board_of_a_job_is_at_its_address_and_begins_anew_with_the_launcher():
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    host = job_board(environment, host=True)
+    guest, anew = job_board(environment), job_board({**environment, "TORCHELASTIC_RESTART_COUNT": "1"})
+    host.clone().tell(0, 0, RUNS)
+    for _ in range(2000):  # a store does not say when it has taken a value
+        if guest.lives(0, 0):
+            break
+        time.sleep(0.01)
+    assert guest.lives(0, 0)
+    assert anew.state_of(0) == (-1, RUNS)
+
+
+def test_the_place_of_a_worker_is_what_its_keeper_has_set():
+    given = {"LIGHTNING_HETERO_SLOT": "2", "LIGHTNING_HETERO_SLOTS": "4", "LIGHTNING_HETERO_LIFE": "1"}
+    assert Slot.of(given) == Slot(2, 4, 1, 1)
+    assert Slot.of({**given, "LIGHTNING_HETERO_MIN_WORKERS": "3"}).least == 3
+    assert Slot.of({"RANK": "0", "WORLD_SIZE": "2"}) is None
+
+
+def test_a_generation_is_whole_for_whoever_reads_the_newest_at_any_moment():
+    """Another worker would otherwise begin with the first one."""
+    seen, store = [], dist.HashStore()
+
+    class Looks:
+        def set(self, key, value):
+            store.set(key, value)
+            seen.append(Generation.newest(SlotBoard(store)))
+
+    generations = [Generation(number, (Member(0, number), Member(12, 3))) for number in range(2)]
+    for one in generations:
+        one.write(SlotBoard(Looks()))
+    assert seen == [None, generations[0], generations[0], generations[1]]
+    assert Generation.read(SlotBoard(store), 0) == generations[0]
+    assert Generation.read(SlotBoard(store), 2) is None
+
+
+# the state that workers go on from
+
+NEW, OLD = (8, 0, 8), (7, 0, 7)
+STATES = {
+    # brought by each rank: progress, rank before, name; then whose checkpoint, shared part and own part each has
+    "alike": ([(NEW, 0, "a"), (NEW, 2, "b")], ["a", "b"], "a", [("a", True), ("b", True)]),
+    "a newcomer": (
+        [None, (NEW, 2, "b"), (NEW, 1, "c")],
+        ["c", "b", "c"],
+        "c",
+        [None, ("b", True), ("c", True)],
+    ),
+    # another has completed the step with what this one has sent: it is not done again
+    "one is behind": ([(OLD, 0, "a"), (NEW, 1, "b")], ["b", "b"], "b", [("a", False), ("b", True)]),
+    "nobody has one": ([None, None], None, None, None),
+}
+
+
+def _states(rank, brought):
+    dist.init_process_group("gloo")
+    mine = None
+    if brought[rank] is not None:
+        progress, before, name = brought[rank]
+        checkpoint = {"name": name, "weights": torch.full((2,), float(before))}
+        mine = WorkerState(progress, before, checkpoint, {"from": name}, lambda again: {"of": name, "again": again})
+    found = newest_state(mine)
+    if found is None:
+        return None
+    weights = found.checkpoint["weights"].tolist()
+    return found.progress, found.checkpoint["name"], weights, found.shared, found.own(True)
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_workers_go_on_from_the_newest_state_and_keep_what_is_their_own(case):
+    brought, names, shared, own = STATES[case]
+    found = run_ranks(_states, len(brought), brought)
+    if names is None:
+        assert found == [None, None]
+        return
+    before = {name: rank for given in brought if given for _, rank, name in [given]}
+    for one, name, mine in zip(found, names, own, strict=True):
+        progress, checkpoint, weights, common, kept = one
+        assert (progress, checkpoint, common) == (NEW, name, {"from": shared})
+        assert weights == [float(before[name])] * 2
+        assert kept == ({} if mine is None else {"of": mine[0], "again": mine[1]})
+
+
+# connections
+
+
+def _waits(rank):
+    """Rank 1 never comes: it is not lost, so that the call of rank 0 would wait for half an hour."""
+    dist.init_process_group("gloo")
+    group = connect(partial(dist.new_group, backend="gloo"), None)
+    value, store = torch.ones(4), dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        time.sleep(2.5)  # longer than a group may take to be made: as a long step
+    dist.all_reduce(value, group=group)
+    if rank == 1:
+        store.get("left")
+        return None
+    work = dist.all_reduce(value, group=group, async_op=True)
+    closed = shut_down_groups()
+    try:
+        work.wait()
+    except RuntimeError as error:
+        store.set("left", "")
+        return closed, lost_connection(error), shut_down_groups()
+
+
+def test_a_call_that_waits_fails_when_the_connections_of_its_group_are_shut_down():
+    closed, lost, again = run_ranks(_waits, 2)[0]
+    assert closed >= 1
+    assert lost
+    assert again == 0, "each is shut down once"
+
+
+def test_only_connections_of_groups_are_shut_down():
+    import socket
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    client = socket.create_connection(listener.getsockname())
+    with making_group():
+        inside = socket.create_connection(listener.getsockname())
+        server = socket.create_server(("127.0.0.1", 0))  # which gloo's thread needs
+    first, second = listener.accept()[0], listener.accept()[0]
+    assert shut_down_groups() == 1
+    client.sendall(b"a")
+    assert (first.recv(1), second.recv(1)) == (b"a", b"")
+    reached = socket.create_connection(server.getsockname())
+    for one in (listener, client, inside, server, first, second, reached, server.accept()[0]):
+        one.close()
