@@ -155,7 +155,11 @@ def test_the_newest_whole_folder_of_a_series_is_taken_with_a_warning(series, cap
 
 
 def test_a_folder_that_was_asked_for_by_name_is_an_error_that_names_a_whole_one(series):
-    for damaged, whole in (("checkpoint-10", "checkpoint-9"), ("checkpoint-9", "checkpoint-8"), ("checkpoint-8", "none")):
+    for damaged, whole in (
+        ("checkpoint-10", "checkpoint-9"),
+        ("checkpoint-9", "checkpoint-8"),
+        ("checkpoint-8", "none"),
+    ):
         flip(series / damaged / "model.safetensors")
         for newest in (False, True) if whole == "none" else (False,):
             with pytest.raises(DamagedCheckpointError, match=f"checkpoint-10.*model.safetensors.*{whole}"):

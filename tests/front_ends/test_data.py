@@ -11,7 +11,16 @@ from lightning_hetero import BatchPlan
 from lightning_hetero.core.batching.cost.weights import CostWeights
 from lightning_hetero.core.report.run_record import RunRecord
 from tests.helpers import Points, collected, fit, run_ranks
-from tests.loops import FRONT_ENDS, LOSS_SETTINGS, SAMPLES, every_sample_once, flat, global_batches, network, one_process
+from tests.loops import (
+    FRONT_ENDS,
+    LOSS_SETTINGS,
+    SAMPLES,
+    every_sample_once,
+    flat,
+    global_batches,
+    network,
+    one_process,
+)
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 N = 46
@@ -160,7 +169,9 @@ def test_units_are_shared_by_the_plan_and_an_adopted_one_changes_the_next(loop):
             np.testing.assert_allclose(result["weights"], expected, **EXACT, err_msg=kind)
         assert results[0]["plans"] == [(6, 2), job["plan"]], kind
         size = (lambda own: sum(map(cost_of, own))) if "settings" in job else len
-        before, after = (np.array([[size(own) for own in part[steps]] for part in seen]).sum(1) for steps in (slice(2), slice(3, 9)))
+        before, after = (
+            np.array([[size(own) for own in part[steps]] for part in seen]).sum(1) for steps in (slice(2), slice(3, 9))
+        )
         assert before[0] > 2 * before[1], kind
         assert after[1] > 2 * after[0], kind
 
@@ -359,7 +370,7 @@ SAID = [
 
 def test_a_division_by_number_says_why():
     first, second = run_ranks(_sizes, 2, [case[:2] for case in SAID])
-    for (settings, rows, says), lines, silent in zip(SAID, first, second, strict=True):
+    for (settings, _, says), lines, silent in zip(SAID, first, second, strict=True):
         told = [line for line in lines if "cost_fn" in line or "divided" in line or (says and says in line)]
         assert any(says in line for line in told) if says else not told, (settings, lines)
         assert not [line for line in silent if says and says in line]
@@ -382,13 +393,18 @@ def test_a_cost_that_is_none_is_an_error_on_all_ranks(cost, rows, says):
 
 def _learned(rank):
     """Weights of costs that are given with a plan reach all ranks and the next batches."""
+
     def adopt(trainer):
         trainer.strategy.adopt(BatchPlan(8, (4, 4), cost=CostWeights.of("padded_cost")))
 
     from lightning.pytorch.callbacks import LambdaCallback
 
-    callback = LambdaCallback(on_train_epoch_start=lambda trainer, module: adopt(trainer) if trainer.current_epoch else None)
-    done = fit(rank, {"cost_fn": drawn_cost, "replan": 1000}, 2, 4, dataset=Points(64), callbacks=[callback], max_epochs=2)
+    callback = LambdaCallback(
+        on_train_epoch_start=lambda trainer, module: adopt(trainer) if trainer.current_epoch else None
+    )
+    done = fit(
+        rank, {"cost_fn": drawn_cost, "replan": 1000}, 2, 4, dataset=Points(64), callbacks=[callback], max_epochs=2
+    )
     return [[len(own) for e, _, own in done["seen"] if e == epoch] for epoch in (0, 1)]
 
 
@@ -396,5 +412,7 @@ def test_weights_of_a_plan_reach_all_ranks_and_the_next_batches():
     first, second = run_ranks(_learned, 2)
     for one, other in zip(first, second, strict=True):
         assert [a + b for a, b in zip(one, other, strict=True)] == [8] * 8
-    spread = [np.std([a - b for a, b in zip(one, other, strict=True)]) for one, other in zip(first, second, strict=True)]
+    spread = [
+        np.std([a - b for a, b in zip(one, other, strict=True)]) for one, other in zip(first, second, strict=True)
+    ]
     assert spread[0] != pytest.approx(spread[1], rel=0.05)

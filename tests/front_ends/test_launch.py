@@ -266,7 +266,9 @@ def test_config_writes_nothing_if_answers_end_early(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("path", ["nowhere/run.yaml", ".", "list.yaml", "bad.yaml", "", "n" * 300, "list.yaml/run.yaml"])
+@pytest.mark.parametrize(
+    "path", ["nowhere/run.yaml", ".", "list.yaml", "bad.yaml", "", "n" * 300, "list.yaml/run.yaml"]
+)
 def test_a_file_that_cannot_be_is_refused_before_the_first_question(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "list.yaml").write_text("- 1\n")

@@ -209,7 +209,11 @@ def _resumed_plan(rank, later):
     again.skip()
     sizes = [len(batch) for batch in again.steps(lambda: iter(batches))]
     first.close(), again.close()
-    return [line for line in lines if "7/3" in line], [one.plan.local_batch_sizes for one in again.engine.plan_history], sizes
+    return (
+        [line for line in lines if "7/3" in line],
+        [one.plan.local_batch_sizes for one in again.engine.plan_history],
+        sizes,
+    )
 
 
 @pytest.mark.parametrize("later", [False, True])

@@ -248,7 +248,12 @@ def forgotten():
 
 
 def test_the_switch(monkeypatch, forgotten):
-    assert [switched_on({"ACCELERATE_USE_HETERO": text}) for text in ("", "ON", "no", "0")] == [True, True, False, False]
+    assert [switched_on({"ACCELERATE_USE_HETERO": text}) for text in ("", "ON", "no", "0")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
     with pytest.raises(ValueError, match="ACCELERATE_USE_HETERO='maybe'"):
         switched_on({"ACCELERATE_USE_HETERO": "maybe"})
     monkeypatch.setenv("ACCELERATE_USE_HETERO", "false")

@@ -100,7 +100,13 @@ def alone(results, accumulate):
 
 @pytest.mark.parametrize(
     ("front", "accumulate", "find_unused"),
-    [("fabric", 1, False), ("fabric", 5, False), ("fabric", 1, True), ("accelerate", 1, False), ("accelerate", 5, False)],
+    [
+        ("fabric", 1, False),
+        ("fabric", 5, False),
+        ("fabric", 1, True),
+        ("accelerate", 1, False),
+        ("accelerate", 5, False),
+    ],
 )
 def test_other_parameters_are_trained_as_on_one_process(front, accumulate, find_unused):
     """Also where they change inside an accumulation window; rank 0 says so at the 1st, 2nd, 4th ... change."""
@@ -331,7 +337,8 @@ def _drifts(rank, what):
 
 
 @pytest.mark.parametrize(
-    ("what", "says"), [("inside", "inside of a training step"), ("own PowerSGD", "PowerSGDState"), ("another", "trained")]
+    ("what", "says"),
+    [("inside", "inside of a training step"), ("own PowerSGD", "PowerSGDState"), ("another", "trained")],
 )
 def test_what_would_let_replicas_drift_apart_is_refused_on_every_rank(what, says):
     errors = run_ranks(_drifts, 2, what, expect_errors=True)

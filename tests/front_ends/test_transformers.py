@@ -1,6 +1,7 @@
 """Transformers' Trainer and TRL's on unequal ranks: losses of one process, plans, logs, evaluation, checkpoints."""
 
 import json
+import logging
 import math
 import os
 import random
@@ -16,6 +17,7 @@ import torch
 import transformers
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
+from tqdm import tqdm
 from transformers import TrainerCallback, trainer_jit_checkpoint
 
 from lightning_hetero.accelerate import HeteroPlugin
@@ -27,6 +29,7 @@ from tests.front_ends.test_launch import BIN, execute, launched
 from tests.helpers import collected, free_port, run_ranks
 from tests.transformers.runs import VOCABULARY, Rows, arguments, bert, labelled, llama, of, padded, texts, trained
 
+tqdm.monitor_interval = 0  # no thread that outlives a test
 Trainer = transformers.Trainer
 SIZES = (2, 6)
 TWO, THREE = {"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 3}
@@ -52,9 +55,7 @@ def same(two, one, rel=1e-6):
 
 def language_model(sizes=SIZES, model=llama, loss=None, data=texts, **settings):
     given = arguments(8, sizes, **settings)
-    made = of(Trainer)(
-        model=model(), args=given, train_dataset=data(), data_collator=padded, compute_loss_func=loss
-    )
+    made = of(Trainer)(model=model(), args=given, train_dataset=data(), data_collator=padded, compute_loss_func=loss)
     return trained(made)
 
 
@@ -64,7 +65,9 @@ def classifier(**settings):
 
 def token_classifier():
     torch.manual_seed(0)
-    return transformers.BertForTokenClassification(transformers.BertConfig(vocab_size=40, num_labels=40, **SMALL, **OFF))
+    return transformers.BertForTokenClassification(
+        transformers.BertConfig(vocab_size=40, num_labels=40, **SMALL, **OFF)
+    )
 
 
 def gpt2():
@@ -261,9 +264,10 @@ def all_of(rank, names):
 @pytest.fixture(scope="module")
 def both(request):
     """Runs of one process and of two ranks, of those rows that are asked for."""
-    rows = [item.callspec.params["name"] for item in request.session.items if hasattr(item, "callspec") and "name" in item.callspec.params and item.module is request.module]
+    items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
+    rows = {item.callspec.params.get("name") for item in items}
     names = [name for name in RUNS if name in rows]
-    return run_ranks(all_of, 1, names, timeout=250)[0], run_ranks(all_of, 2, names, timeout=250)[0]
+    return [run_ranks(all_of, ranks, names, timeout=250, start="fork")[0] for ranks in (1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -301,10 +305,12 @@ def test_bf16_differs_by_its_rounding():
 
 def test_grpo_is_plain_with_one_worker_and_refused_on_several():
     pytest.importorskip("trl")
-    plain, flagged = (run_ranks(generated, 1, env={"ACCELERATE_USE_HETERO": on})[0] for on in ("false", "true"))
+    plain, flagged = (
+        run_ranks(generated, 1, env={"ACCELERATE_USE_HETERO": on}, start="fork")[0] for on in ("false", "true")
+    )
     assert flagged["steps"] == 2
     assert abs(flagged["weights"] - plain["weights"]).max() == 0.0
-    errors = run_ranks(generated, 2, env={"ACCELERATE_USE_HETERO": "true"}, expect_errors=True)
+    errors = run_ranks(generated, 2, env={"ACCELERATE_USE_HETERO": "true"}, expect_errors=True, start="fork")
     assert [(rank, kind) for rank, kind, _ in errors] == [(0, "ValueError"), (1, "ValueError")]
     assert all("num_generations=4" in text for *_, text in errors)
 
@@ -757,15 +763,16 @@ def test_totals_are_given_or_found_and_what_was_switched_is_put_back():
 
 
 def _plain(rank):
-    trainer, lines = hetero_trainer(Trainer)(
-        model=llama(), args=arguments(8, None), train_dataset=texts(), data_collator=padded
-    ), collected()
+    lines = collected()
+    logging.getLogger("lightning_hetero").setLevel(logging.INFO)
+    given = {"model": llama(), "args": arguments(8, None), "train_dataset": texts(), "data_collator": padded}
+    trainer = hetero_trainer(Trainer)(**given)
     return type(trainer.accelerator).__module__, trained(trainer)["steps"], [x for x in lines if "no effect" in x]
 
 
-@pytest.mark.parametrize(("ranks", "env"), [(2, "false"), (1, "true"), (1, "")])
+@pytest.mark.parametrize(("ranks", "env"), [(2, "false"), (1, "true"), (1, None)])
 def test_switched_off_it_is_plain_and_one_process_is_told_that_the_switch_does_nothing(ranks, env):
-    module, steps, lines = run_ranks(_plain, ranks, env={"ACCELERATE_USE_HETERO": env})[0]
+    module, steps, lines = run_ranks(_plain, ranks, env={"ACCELERATE_USE_HETERO": env} if env else {})[0]
     assert steps == 6
     assert (module == "accelerate.accelerator") == (env == "false")
     assert len(lines) == (ranks == 1)
@@ -811,7 +818,14 @@ SCRIPTS = os.environ.get("TRANSFORMERS_SCRIPTS")
 FLAGGED = Path(__file__).parents[1] / "transformers" / "flagged.py"
 LOSSES = [
     *("--max_steps", "4", "--logging_steps", "1", "--save_steps", "2", "--save_strategy", "steps"),
-    *("--per_device_train_batch_size", "{size}", "--learning_rate", "1e-3", "--loss_output_file", "{folder}/losses.json"),
+    *(
+        "--per_device_train_batch_size",
+        "{size}",
+        "--learning_rate",
+        "1e-3",
+        "--loss_output_file",
+        "{folder}/losses.json",
+    ),
 ]
 PARITY = ["--per_device_train_batch_size", "{size}"]
 
