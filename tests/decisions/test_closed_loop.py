@@ -56,7 +56,7 @@ CASES = [
     ({"kind": "steady", "cluster": "A", "noise": "8 %"}, NOISY),
     ({"kind": "steady", "cluster": "A", "noise": "15 %"}, NOISIER),
     ({"kind": "steady", "cluster": "C", "noise": "2 % spikes"}, {**NOISY, "changes": (MOST, 8)}),
-    *(({"kind": kind, "cluster": "B", "seed": 1}, MOVING) for kind in ("ramp 2.2", "walk", "swing")),
+    *(({"kind": kind, "cluster": "B", "seed": 1}, MOVING) for kind in ("ramp 2.2", "walk")),
     ({"kind": "jump 1.3", "cluster": "A"}, jump(40)),
     ({"kind": "jump 3", "cluster": "B"}, jump(60)),
     ({"kind": "link 3", "cluster": "A"}, jump(40)),
@@ -72,6 +72,7 @@ OTHERS = [
     *(({"kind": "steady", "cluster": c, "noise": "8 %"}, NOISY) for c in ("C", "100")),
     *(({"kind": "steady", "cluster": c, "noise": "15 %"}, NOISIER) for c in ("C", "100")),
     *(({"kind": kind, "cluster": c, "seed": 1}, MOVING) for c in "AC" for kind in ("ramp 2.2", "walk", "swing")),
+    ({"kind": "swing", "cluster": "B", "seed": 1}, MOVING),
     *(({"kind": kind, "cluster": "100"}, MOVING) for kind in ("walk", "swing")),
     *(({"kind": kind, "cluster": c}, jump(60)) for c in "AB" for kind in ("jump 1.3", "jump 3", "link 3")),
 ]
@@ -90,7 +91,7 @@ def test_equal_workers_never_change(workers, seed):
     assert found["changes"] == 0
 
 
-@pytest.mark.parametrize("kind", ["walk", more("steady"), more("jump 1.3")])
+@pytest.mark.parametrize("kind", ["jump 1.3", more("steady"), more("walk")])
 def test_no_worse_than_control_without_a_model(kind):
     ours, pid = (run(kind, "C", policy=policy) for policy in ("perf_model", "pid"))
     for name in {"share", "moving share", "back share"} & ours.keys():

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressB
 from lightning.pytorch.callbacks.throughput_monitor import ThroughputMonitor
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
+from tqdm import tqdm
 
 from lightning_hetero import AdaptiveBatchCallback, BatchPlan, DynamicBatchPIDCallback, PerfModelCallback
 from lightning_hetero.callbacks.base import PolicyCallback
@@ -28,6 +29,7 @@ from tests.helpers import Points, Regressor, collected, fit, run_ranks
 from tests.learned import knowing
 from tests.loops import FRONT_ENDS
 
+tqdm.monitor_interval = 0  # no thread that outlives a test
 CPU = torch.device("cpu")
 
 # the next batches
