@@ -1,0 +1,787 @@
+"""A total that moves, under Lightning's Trainer: what a decision changes, and what stays as it is."""
+
+import csv
+import math
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import (
+    Callback,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    RichProgressBar,
+    TQDMProgressBar,
+)
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from lightning_hetero import AdaptiveBatchCallback, BatchPlan, GNSCallback, TTACallback
+from lightning_hetero.callbacks.base import PolicyCallback
+from lightning_hetero.core.noise.running import RunningNoiseScale
+from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.policies.base import Decision, PlanContext, Proposal
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner
+from lightning_hetero.core.policies.static import StaticPlanner
+from tests.decisions.told import told_time
+from tests.helpers import Points, Regressor, covered, fit, run_ranks
+
+tqdm.monitor_interval = 0  # no thread that outlives a test
+N, BATCH, LR = 240, 4, 0.02
+SPEEDS, FIXED, LINK = (0.0002, 0.0008), 0.004, 0.03
+"""Seconds of a sample on each rank, of a step, and of a sum of gradients on a slow network."""
+WARM_UP, LATTER = 40, 0.5
+"""Steps of a warm-up, and the part of the learning rate that the second of two groups has."""
+
+
+class Uneven(Regressor):
+    """Takes what the clock is told; keeps the learning rates of every step and when it validated.
+
+    With ``gamma`` it has two groups of parameters, a warm-up by steps, and a decay by epochs.
+    """
+
+    def __init__(self, optimizer="sgd", gamma=None):
+        super().__init__(lr=LR)
+        self.optimizer, self.gamma, self.clock = optimizer, gamma, None
+        self.used, self.latter, self.validated = [], [], []
+
+    def training_step(self, batch, batch_idx):
+        self.clock.spend(FIXED + len(batch[0]) * SPEEDS[min(self.global_rank, 1)])
+        return super().training_step(batch, batch_idx)
+
+    def val_dataloader(self):
+        return DataLoader(Points(4), 2)
+
+    def validation_step(self, batch, batch_idx):
+        if batch_idx == 0 and not self.trainer.sanity_checking:
+            self.validated.append(self.trainer.current_epoch)
+
+    def configure_optimizers(self):
+        cls = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamax": torch.optim.Adamax}[self.optimizer]
+        momentum = {"momentum": 0.9} if self.optimizer == "sgd" else {}
+        first = {"params": self.net[:2].parameters()}
+        groups = [first, {"params": self.net[2].parameters(), **({"lr": self.lr * LATTER} if self.gamma else {})}]
+        optimizer = cls(groups, lr=self.lr, **momentum)
+        optimizer.register_step_post_hook(lambda o, *_: self.used.append(o.param_groups[0]["lr"]))
+        optimizer.register_step_post_hook(lambda o, *_: self.latter.append(o.param_groups[1]["lr"]))
+        if self.gamma is None:
+            return optimizer
+        warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.2, total_iters=WARM_UP)
+        decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, self.gamma)
+        return [optimizer], [{"scheduler": warm_up, "interval": "step"}, decay]
+
+
+class Epochs(Callback):
+    """At the end of each epoch: what the trainer believes of it, and the plan that it ended with."""
+
+    def __init__(self):
+        self.rows, self.scheduled, self.windows = [], [], []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.scheduled.append(trainer.optimizers[0].param_groups[0]["lr"])
+        self.windows.append(trainer.accumulate_grad_batches)
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        batches, bar = trainer.fit_loop.epoch_loop.batch_progress, trainer.progress_bar_callback
+        shown = bar.train_progress_bar.total if bar is not None and bar.is_enabled else None
+        row = {"sizes": trainer.strategy.plan.local_batch_sizes, "num": trainer.num_training_batches, "bar": shown}
+        row |= {"max": trainer.fit_loop.max_batches, "done": batches.current.completed, "last": batches.is_last_batch}
+        row |= {"lr": pl_module.used[-1], "steps": trainer.global_step}
+        self.rows.append(row | {"accumulation": trainer.accumulate_grad_batches})
+
+
+class Noise(GNSCallback):
+    """Measures, and reports this noise scale whatever was measured; ``inf``: larger totals cost no samples."""
+
+    def __init__(self, phi=math.inf):
+        super().__init__()
+        trace, signal = (1.0, 0.5 / 16) if phi == math.inf else (phi, 1.0 + phi / 16)
+        self.pinned = RunningNoiseScale().update(trace=trace, global_sq_norm=signal, total_batch_size=16)
+
+    @property
+    def estimate(self):
+        return self.pinned
+
+    def load_state_dict(self, state_dict):
+        pass
+
+
+CLOCK = []
+
+
+def slow_network(state, bucket):
+    """Averages as DDP does, on a network that takes its time: what makes it worth to synchronise less often."""
+    CLOCK[-1].spend(LINK)
+    buffer = bucket.buffer().div_(dist.get_world_size())
+    return dist.all_reduce(buffer, async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+def adapt(rank, ranks, options, callback, kwargs):
+    """Fit with the callback; what a test may want to know."""
+    kwargs = dict(kwargs)
+    pinned = kwargs.pop("noise", math.inf)
+    adaptive = AdaptiveBatchCallback(**{"max_total_batch_size": 64, "min_steps": 8, "lr_scaling": "linear", **callback})
+    epochs, extra = Epochs(), [] if pinned is None else [Noise(pinned)]
+    extra += [kwargs.pop("bar")] if "bar" in kwargs else []
+    model = kwargs.pop("model", None) or Uneven()
+    strategy = options if isinstance(options, str) else {"replan": "epoch", **options}
+    given = kwargs.pop("callbacks", [])
+    with told_time() as clock:
+        model.clock = clock
+        CLOCK[:] = [clock]
+        result = fit(
+            rank,
+            strategy,
+            ranks,
+            kwargs.pop("batch_size", BATCH),
+            model=model,
+            dataset=kwargs.pop("dataset", None) or Points(N),
+            callbacks=[*given, adaptive, epochs, *extra],
+            **{"max_epochs": 4, **kwargs},
+        )
+    trainer = model.trainer
+    return {
+        **result,
+        "epochs": epochs.rows,
+        "scheduled": epochs.scheduled,
+        "windows": epochs.windows,
+        "used": model.used,
+        "latter": model.latter,
+        "validated": model.validated,
+        "rates": [g["lr"] for o in trainer.optimizers for g in o.param_groups],
+        "scale_invariant_steps": adaptive.scale_invariant_steps,
+        "state": adaptive.state_dict(),
+        "callbacks": [type(c).__name__ for c in trainer.callbacks],
+        "rule": adaptive.lr_scaling,
+        "noise": trainer.strategy.engine.noise_scale().state_dict(),
+    }
+
+
+def run(ranks=2, options=None, callback=None, **kwargs):
+    start = "pool" if ranks < 3 else "fork"
+    return run_ranks(adapt, ranks, ranks, options or {}, callback or {}, kwargs, start=start)
+
+
+def saving(folder, **kwargs):
+    checkpoint = ModelCheckpoint(dirpath=folder, filename="{epoch}-{step}", save_top_k=-1, **kwargs)
+    return {"callbacks": [checkpoint], "enable_checkpointing": True}
+
+
+def totals(result):
+    return [sum(row["sizes"]) * row["accumulation"] for row in result["epochs"]]
+
+
+def micro_batches(results):
+    """Samples of all ranks in each micro-batch, in order, with their epoch."""
+    for row in zip(*(r["seen"] for r in results), strict=True):
+        yield row[0][0], [i for _, _, indices in row for i in indices]
+
+
+def replay(results):
+    """Weights and gradients of one process that trains on the same global batches with the same learning rates."""
+    model, data = Regressor(lr=LR), Points(N)
+    groups = [{"params": model.net[:2].parameters()}, {"params": model.net[2].parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=LR, momentum=0.9)
+    window, grads, used, latter = [], [], iter(results[0]["used"]), iter(results[0]["latter"])
+    batches = list(micro_batches(results))
+    for position, ((epoch, indices), count) in enumerate(zip(batches, results[0]["windows"], strict=True)):
+        window.append(indices)
+        last_of_epoch = position + 1 == len(batches) or batches[position + 1][0] != epoch
+        if len(window) < count and not last_of_epoch:
+            continue
+        optimizer.zero_grad()
+        for part in window:
+            (model.loss((data.x[part], data.y[part], None)) / count).backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]).numpy())
+        optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = next(used), next(latter)
+        optimizer.step()
+        window = []
+    assert next(used, None) is None
+    return model.flat(), np.stack(grads)
+
+
+def check_one_process(results):
+    weights, grads = replay(results)
+    for result in results:
+        np.testing.assert_array_equal(result["weights"], results[0]["weights"])
+        assert (result["history"], result["used"]) == (results[0]["history"], results[0]["used"])
+    np.testing.assert_allclose(results[0]["grads"], grads, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(results[0]["weights"], weights, rtol=0, atol=1e-13)
+    for epoch in range(len(results[0]["epochs"])):
+        assert covered(results, epoch) == list(range(N))
+
+
+# one run, looked at from all sides
+
+
+@pytest.fixture(scope="module")
+def adaptive(tmp_path_factory):
+    """Four epochs of two unequal workers, the total from 8 to 64, with all that a trainer may have."""
+    folder = tmp_path_factory.mktemp("adaptive")
+    more = {"logger": CSVLogger(str(folder), name="", version=""), "log_every_n_steps": 1, "bar": TQDMProgressBar()}
+    more |= {"model": Uneven(gamma=0.9), "enable_progress_bar": True, **saving(folder, every_n_epochs=1)}
+    return run(**more), folder
+
+
+COUNTS, GAINS = [30, 20, 10, 5], [1.0, 1.5, 3.0, 6.0]
+
+
+def test_a_decision_changes_total_split_and_number_of_batches(adaptive):
+    (first, second), folder = adaptive
+    assert totals(first) == [8, 12, 24, 48]  # half as much again to learn a second size, then by two
+    assert first["epochs"][0]["sizes"] == (4, 4)
+    assert all(row["sizes"][0] > row["sizes"][1] for row in first["epochs"][2:])
+    for name in ("max", "num", "done", "bar"):
+        assert [row[name] for row in first["epochs"]] == COUNTS, name
+    assert all(row["last"] for row in first["epochs"])
+    assert [row["bar"] for row in second["epochs"]] == [None] * 4
+    assert first["validated"] == [0, 1, 2, 3]
+    steps = np.cumsum(COUNTS).tolist()
+    assert [row["steps"] for row in first["epochs"]] == steps
+    found = sorted(path.stem for path in folder.glob("*.ckpt"))
+    assert found == [f"epoch={epoch}-step={step}" for epoch, step in enumerate(steps)]
+    check_one_process([first, second])
+
+
+def test_the_factor_multiplies_the_schedule_in_every_group_and_the_schedule_does_not_see_it(adaptive):
+    (first, second), _ = adaptive
+    epochs = [epoch for epoch, count in enumerate(COUNTS) for _ in range(count)]
+    scheduled = [LR * min(1.0, 0.2 + 0.8 * step / WARM_UP) * 0.9**epoch for step, epoch in enumerate(epochs)]
+    used = [rate * GAINS[epoch] for rate, epoch in zip(scheduled, epochs, strict=True)]
+    assert first["scheduled"] == pytest.approx(scheduled)
+    assert first["used"] == pytest.approx(used)
+    assert first["latter"] == pytest.approx([LATTER * rate for rate in used])
+    assert first["rates"] == pytest.approx([LR * 0.9**4, LATTER * LR * 0.9**4])
+    for result in (first, second):
+        assert result["scale_invariant_steps"] == pytest.approx(np.dot(COUNTS, GAINS))
+
+
+def test_metrics_and_the_table_of_candidates(adaptive):
+    (first, _), folder = adaptive
+    rows = list(csv.DictReader((folder / "metrics.csv").read_text().splitlines()))
+    values = {
+        n: [float(r[f"hetero/{n}"]) for r in rows if r.get(f"hetero/{n}")] for n in ("lr_gain", "goodput", "efficiency")
+    }
+    assert values["lr_gain"] == pytest.approx(GAINS[1:])  # of the total that was decided on
+    assert len(values["goodput"]) == 3
+    assert min(values["goodput"]) > 0
+    assert values["efficiency"] == [1.0, 1.0, 1.0]  # noise alone
+    rows = list(csv.DictReader((folder / "hetero_candidates.csv").read_text().splitlines()))
+    running = [(int(row["step"]), int(row["total_batch_size"])) for row in rows if row["running"] == "1"]
+    assert running == [(30, 12), (50, 24), (60, 48)]
+    for row in rows:
+        assert float(row["goodput"]) == pytest.approx(float(row["throughput"]) * float(row["efficiency"]))
+        assert int(row["total_batch_size"]) <= 64
+    assert first["callbacks"].count("Noise") == 1
+    assert "GNSCallback" not in first["callbacks"], "that of the user is used"
+
+
+def test_a_total_changes_inside_a_long_epoch_by_the_noise_that_is_measured():
+    bar = {"bar": RichProgressBar(), "enable_progress_bar": True}
+    results = run(
+        options={"replan": 8}, noise=None, max_epochs=1, dataset=Points(1600), callback={"lr_scaling": "auto"}, **bar
+    )
+    first, second = results
+    for result in results:
+        assert result["callbacks"].count("GNSCallback") == 1
+        assert result["rule"] == "adascale"
+    sizes = [len(indices) for _, indices in micro_batches(results)]
+    assert covered(results, 0) == list(range(1600))
+    changes = [(step, sum(sizes)) for _, step, sizes in first["history"]]
+    assert len({total for _, total in changes}) > 1
+    for (start, total), (end, _) in zip(changes, [*changes[1:], (len(sizes), 0)], strict=True):
+        assert set(sizes[start:end][:-1]) <= {total}
+    (row,) = first["epochs"]
+    assert row["max"] == row["num"] == row["done"] == row["bar"] == len(sizes) == first["steps"] < 200
+    assert row["last"]
+    assert first["validated"] == [0]
+    np.testing.assert_array_equal(first["weights"], second["weights"])
+    assert first["used"] == second["used"]
+    assert LR < max(first["used"]) <= LR * max(sizes) / 8  # AdaScale's factor is between 1 and the ratio of totals
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamax"])
+def test_auto_is_the_square_root_for_other_optimizers(optimizer):
+    first, second = run(noise=None, model=Uneven(optimizer), callback={"lr_scaling": "auto"}, max_epochs=2)
+    assert totals(first) == [8, 12]
+    assert first["rule"] == "sqrt"
+    assert first["used"][-1] == pytest.approx(LR * math.sqrt(1.5))
+    np.testing.assert_array_equal(first["weights"], second["weights"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kwargs"),
+    [
+        (1, {"batch_size": 8, "noise": None, "max_epochs": 3}),
+        (
+            2,
+            {"batch_size": 12, "noise": 0.0, "max_epochs": 3, "callback": {"max_total_batch_size": 24, "min_steps": 4}},
+        ),
+        pytest.param(3, {"batch_size": 3, "max_epochs": 3}, marks=pytest.mark.slow("a third number of ranks")),
+    ],
+    ids=["one worker", "shrinks", "three workers"],
+)
+def test_any_number_of_workers_adapts_and_a_total_may_shrink(ranks, kwargs):
+    results = run(ranks, **kwargs)
+    first, initial = results[0], ranks * kwargs["batch_size"]
+    assert totals(first)[0] == initial
+    assert (totals(first)[1] > initial) != (initial == 24)
+    assert first["used"][-1] == pytest.approx(LR * totals(first)[-1] / initial)
+    assert [row["max"] for row in first["epochs"]] == [math.ceil(N / total) for total in totals(first)]
+    check_one_process(results)
+
+
+def test_a_total_is_never_more_than_the_samples_of_an_epoch_and_max_steps_stops_exactly():
+    """With ``drop_last`` an epoch would have no batch; without, the rate would be that of a batch that never comes."""
+    few = {"dataset": Points(44), "max_epochs": 7, "loader_kwargs": {"drop_last": True}}
+    first = run(callback={"max_total_batch_size": 4096, "min_steps": 1}, **few)[0]
+    assert [row["done"] for row in first["epochs"]] == [44 // total for total in totals(first)]
+    assert len(first["epochs"]) == 7
+    assert 22 < totals(first)[-1] <= 44
+    stopped = run(max_epochs=-1, max_steps=57)
+    assert [(r["steps"], len(r["used"])) for r in stopped] == [(57, 57)] * 2
+
+
+# planners of one's own that move the total
+
+
+class Returns(StaticPlanner):
+    """Halves the total and takes that back before its first step, which loader workers put off."""
+
+    moves_total = True
+
+    def __init__(self):
+        super().__init__()
+        object.__setattr__(self, "plans", [BatchPlan(8, (4, 4)), BatchPlan(4, (2, 2))])
+
+    def initial(self, context):
+        return None
+
+    def decide(self, observations, current, context):
+        return self, Proposal(self.plans.pop(0), "as told") if self.plans else None
+
+
+class Alternates(Returns):
+    """Another total at every look; keeps what it was asked about."""
+
+    def __init__(self):
+        super().__init__()
+        object.__setattr__(self, "asked", [])
+
+    def decide(self, observations, current, context):
+        self.asked.append(current.local_batch_sizes)
+        size = 6 - current.local_batch_sizes[0]
+        return self, Proposal(BatchPlan(2 * size, (size, size)), "as told")
+
+
+class Watches(StaticPlanner):
+    """Keeps whether an epoch began at each look, and the steps that it was shown."""
+
+    def __init__(self, moves_total):
+        super().__init__()
+        object.__setattr__(self, "moves_total", moves_total)
+        object.__setattr__(self, "looks", [])
+
+    def decide(self, observations, current, context):
+        self.looks.append((context.epoch_begins, observations.num_steps))
+        return Decision(self)
+
+
+def _planned(rank, planner, settings, batch_size, samples, kwargs):
+    more = {"dataset": Points(samples), "callbacks": [PolicyCallback(planner)], **kwargs}
+    done = fit(rank, settings, 2, batch_size, **more)
+    return {**done, "asked": getattr(planner, "asked", None), "looks": getattr(planner, "looks", None)}
+
+
+def test_a_total_that_is_taken_back_leaves_the_epoch_as_long_as_it_was():
+    more = {"max_epochs": 1, "loader_kwargs": {"num_workers": 2, "prefetch_factor": 3}}
+    results = run_ranks(_planned, 2, Returns(), {"replan": 1}, 2, 101, more)
+    (_, changed), (_, back) = [(e, s) for e, s, _ in results[0]["history"][1:]]
+    assert changed < back <= changed + 1
+    assert covered(results, 0) == list(range(101))
+
+
+@pytest.mark.parametrize("prefetch", [2, 3])
+def test_a_window_of_micro_batches_has_one_total(prefetch):
+    """However far loader workers have drawn ahead; a planner is asked about the plan that is to come."""
+    more = {
+        "max_epochs": 2,
+        "loader_kwargs": {"num_workers": 1, "prefetch_factor": prefetch},
+        "accumulate_grad_batches": 2,
+    }
+    results = run_ranks(_planned, 2, Alternates(), {"replan": 1}, 2, N, more)
+    steps = [step for _, step, _ in results[0]["history"]]
+    assert len(set(steps)) > 4
+    assert all(step % 2 == 0 for step in steps)
+    asked = results[0]["asked"]
+    assert asked == ([(2, 2), (4, 4)] * len(asked))[: len(asked)]
+    for epoch in range(2):
+        assert covered(results, epoch) == list(range(N))
+        sizes = [len(indices) for e, indices in micro_batches(results) if e == epoch]
+        assert all(one == other for one, other in list(zip(sizes[::2], sizes[1::2], strict=False))[:-1])
+
+
+@pytest.mark.parametrize(
+    ("replan", "samples", "moves", "epochs", "begins"),
+    [
+        (12, 66, False, 2, [False, False, True, False, False, False]),  # 33 steps an epoch
+        (8, 48, True, 3, [False, False, False, True, False, False, False, True, False, False, False]),
+        (8, 48, False, 3, [False] * 9),
+        (1000, 8, True, 6, [True, True, False]),  # of four steps each: every second one, and when training ends
+    ],
+)
+def test_a_planner_is_asked_where_the_number_of_micro_batches_may_change(replan, samples, moves, epochs, begins):
+    """At the start of an epoch too if it moves the total, unless epochs are short; and when training ends."""
+    looks = run_ranks(_planned, 2, Watches(moves), {"replan": replan}, 1, samples, {"max_epochs": epochs})[0]["looks"]
+    assert [begin for begin, _ in looks] == begins
+
+
+# resume
+
+
+def pinned(folder=None, **kwargs):
+    """From 8 to the greatest total, 12, at the second epoch: no later decision can change it."""
+    kwargs = {"callback": {"max_total_batch_size": 12}, "options": {"hysteresis": 1.0}, "max_epochs": 4, **kwargs}
+    return run(**(kwargs | saving(folder, every_n_train_steps=1, save_on_train_epoch_end=False) if folder else kwargs))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("resume")
+    return pinned(folder), folder
+
+
+@pytest.mark.parametrize("step", [50, 57], ids=["after an epoch", "inside an epoch"])
+def test_resume_after_the_decision_continues_identically(uninterrupted, step):
+    whole, folder = uninterrupted
+    assert totals(whole[0]) == [8, 12, 12, 12]
+    (path,) = folder.glob(f"*step={step}.ckpt")
+    rest = pinned(ckpt_path=str(path))
+    for full, part in zip(whole, rest, strict=True):
+        assert part["seen"] == full["seen"][step:]
+        assert part["used"] == full["used"][step:]
+        np.testing.assert_array_equal(part["weights"], full["weights"])
+        assert part["steps"] == full["steps"] == 90
+        assert part["scale_invariant_steps"] == pytest.approx(30 + 60 * 1.5)
+    assert [row["max"] for row in rest[0]["epochs"]] == [20, 20]
+    rates = torch.load(path, weights_only=True)["optimizer_states"][0]["param_groups"]
+    assert [group["lr"] for group in rates] == [LR, LR], "a checkpoint has the scheduled rate"
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow("a third number of ranks"))])
+def test_resume_with_other_workers_keeps_the_total(uninterrupted, ranks):
+    (path,) = uninterrupted[1].glob("*step=50.ckpt")
+    rest = pinned(ranks=ranks, batch_size=12 // ranks, ckpt_path=str(path), max_epochs=3)
+    assert totals(rest[0]) == [12]
+    assert rest[0]["used"] == pytest.approx([1.5 * LR] * 20)
+    assert covered(rest, 2) == list(range(N))
+
+
+class SavesAt(Callback):
+    """After a step, or at the end of an epoch."""
+
+    def __init__(self, path, moment):
+        self.path, self.moment = path, moment
+
+    def on_train_batch_end(self, trainer, *_):
+        if self.moment == ("step", trainer.global_step):
+            trainer.save_checkpoint(self.path)
+
+    def on_train_epoch_end(self, trainer, *_):
+        if self.moment == ("epoch", trainer.current_epoch):
+            trainer.save_checkpoint(self.path)
+
+
+def _broken_off(rank, folder, moments, options, kwargs):
+    """The run without a break, and for each of the moments the rest of it from a checkpoint."""
+
+    def one(**more):
+        callback = {"lr_scaling": "adascale", "hysteresis": 0.05}
+        arguments = {"dataset": Points(640), "noise": None, "model": Uneven(), **kwargs, **more}
+        return adapt(rank, 2, options, callback, arguments)
+
+    saves = [SavesAt(folder / f"{i}.ckpt", moment) for i, moment in enumerate(moments)]
+    return one(callbacks=saves), [one(ckpt_path=str(save.path)) for save in saves]
+
+
+AHEAD = {"num_workers": 1, "prefetch_factor": 5}
+
+
+@pytest.mark.parametrize(
+    ("options", "kwargs", "moments"),
+    [
+        ({"replan": "epoch"}, {"max_epochs": 3}, [("step", 85), ("epoch", 0)]),
+        ({"replan": "auto"}, {"max_epochs": 1}, [("step", 15), ("step", 17)]),
+        ({"replan": "auto"}, {"max_epochs": 1, "loader_kwargs": AHEAD}, [("step", 20)]),
+    ],
+    ids=["epoch", "auto", "loader workers"],
+)
+def test_a_resumed_run_keeps_plans_rates_and_noise_and_decides_by_new_times(tmp_path, options, kwargs, moments):
+    """What is decided on times of another process is not repeated; a plan that was to come, comes."""
+    for whole, rests in run_ranks(_broken_off, 2, tmp_path, moments, options, kwargs):
+        for rest, (kind, at) in zip(rests, moments, strict=True):
+            assert rest["history"][0] in whole["history"], "the plan that ran at the break"
+            at = at if kind == "step" else whole["epochs"][at]["steps"]
+            agreed = [one == other for one, other in zip(whole["seen"][at:], rest["seen"], strict=False)]
+            agreed = agreed.index(False) if False in agreed else len(agreed)
+            now = slice(0, min(agreed, 5))  # later, a sync round of the run without a break moves its rate
+            assert rest["used"][now] == pytest.approx(whole["used"][at:][now], rel=1e-12)
+            assert agreed > 0 or kind == "epoch"
+            if kind == "step" and options["replan"] == "auto":
+                known = {entry for entry in whole["history"] if (entry[0], entry[1]) <= (0, at + 6)}
+                later = [entry for entry in rest["history"][1:] if entry not in known]
+                assert all(step >= at + 8 for _, step, _ in later), "eight new steps come first"
+            if (kind, at) == ("step", 85):  # the noise of the steps before the break, which no round had seen yet
+                assert rest["noise"]["samples"] == pytest.approx(whole["noise"]["samples"], rel=0.2)
+
+
+# accumulation
+
+
+@pytest.fixture(scope="module")
+def accumulating(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("accumulating")
+    options = {"max_local_batch_sizes": [8, 6], "ddp_comm_hook": slow_network}
+    arguments = {"options": options, "max_epochs": 4, "callback": {"max_total_batch_size": 24}}
+    return run(**arguments, **saving(folder, every_n_train_steps=1, save_on_train_epoch_end=False)), arguments, folder
+
+
+def test_totals_beyond_memory_accumulate_from_an_epoch_on(accumulating):
+    results, arguments, folder = accumulating
+    first = results[0]
+    counts = [row["accumulation"] for row in first["epochs"]]
+    assert (counts[0], counts[-1]) == (1, 2)
+    for row in first["epochs"]:
+        assert all(size <= most for size, most in zip(row["sizes"], (8, 6), strict=True))
+        assert row["max"] == row["done"] == math.ceil(N / sum(row["sizes"]))
+    assert 14 < totals(first)[-1] <= 24
+    per_epoch = np.diff([0, *(row["steps"] for row in first["epochs"])])
+    assert per_epoch.tolist() == [math.ceil(row["max"] / row["accumulation"]) for row in first["epochs"]]
+    assert first["used"][-1] == pytest.approx(LR * totals(first)[-1] / 8)
+    windows = [count for row, count in zip(first["epochs"], counts, strict=True) for _ in range(row["max"])]
+    assert first["windows"] == windows  # it changes with an epoch
+    check_one_process(results)
+    (path,) = folder.glob(f"*step={first['steps'] - 3}.ckpt")  # nothing is decided again
+    for full, part in zip(results, run(**arguments, ckpt_path=str(path)), strict=True):
+        assert part["windows"] == [2] * len(part["seen"])
+        assert part["seen"] == full["seen"][-len(part["seen"]) :]
+        assert part["used"] == full["used"][-3:]
+        np.testing.assert_array_equal(part["weights"], full["weights"])
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"options": {"max_local_batch_sizes": [8, 6], "ddp_comm_hook": slow_network, "replan": 1}, "max_epochs": 6}
+        | {"callback": {"max_total_batch_size": 24}},
+        {"options": {"ddp_comm_hook": slow_network}, "max_epochs": 3, "accumulate_grad_batches": 2},
+    ],
+    ids=["looks at every step", "the user's accumulation"],
+)
+def test_accumulated_gradients_are_those_of_one_process(kwargs):
+    """Without known bounds a micro-batch stays what the user can hold."""
+    results = run(**kwargs)
+    first, count = results[0], kwargs.get("accumulate_grad_batches", 1)
+    assert sum(first["history"][0][2]) == 8
+    assert totals(first)[-1] > 8 * count
+    assert max(row["accumulation"] for row in first["epochs"]) >= 2
+    assert count == 1 or all(sum(row["sizes"]) <= 8 for row in first["epochs"])
+    assert first["used"][-1] == pytest.approx(LR * totals(first)[-1] / (8 * count))
+    check_one_process(results)
+
+
+class Manual(Uneven):
+    """Steps by itself, and knows nothing of accumulation."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def test_a_loop_of_the_modules_own_gets_no_total_that_would_need_accumulation():
+    options = {"max_local_batch_sizes": (8, 6), "ddp_comm_hook": slow_network}  # so that larger totals pay
+    first, _ = run(options=options, model=Manual(), max_epochs=3)
+    assert totals(first)[-1] == 14
+    assert set(first["windows"]) == {1}
+
+
+# faults
+
+
+class Poisoned(Uneven):
+    """A loss of one worker is no number, another is infinite, and its user leaves such gradients out."""
+
+    def loss(self, batch):
+        factor = {5: math.nan, 7: math.inf}.get(self.trainer.global_step, 1.0)
+        return super().loss(batch) * (factor if self.global_rank == 1 else 1.0)
+
+    def on_before_optimizer_step(self, optimizer):
+        for p in self.parameters():
+            p.grad.nan_to_num_(0.0, 0.0, 0.0)
+        super().on_before_optimizer_step(optimizer)
+
+
+def test_nan_and_inf_in_one_workers_gradient_leave_the_decision_alive():
+    first, second = run(noise=None, model=Poisoned(), max_epochs=2)
+    assert first["noise"] == second["noise"]
+    assert first["noise"]["samples"] > 0
+    assert totals(first) == [8, 12]
+    assert np.isfinite(first["weights"]).all()
+    np.testing.assert_array_equal(first["weights"], second["weights"])
+
+
+class Fails(Uneven):
+    """In the third epoch: in its step, or inside the optimizer, whose hook behind the step is then not called."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.current_epoch == 2 and not self.inside:
+            raise RuntimeError("out of coffee")
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer):
+        if self.trainer.current_epoch == 2 and self.inside:
+            optimizer.register_step_pre_hook(fails_with(RuntimeError, "out of coffee"))
+
+
+class SavesAtExceptions(Callback):
+    """As ``OnExceptionCheckpoint``; the other rank may be gone, and is asked nothing."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_exception(self, trainer, pl_module, exception):
+        if trainer.global_rank == 0:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_checkpoint_of_an_exception_has_the_scheduled_rate(inside, tmp_path):
+    path = tmp_path / "failed.ckpt"
+    kwargs = {"model": Fails(inside), "callbacks": [SavesAtExceptions(path)]}
+    arguments = (2, {"hysteresis": 1.0}, {"max_total_batch_size": 12}, kwargs)
+    errors = run_ranks(adapt, 2, *arguments, expect_errors=True, timeout=30, start="fork")
+    assert all("out of coffee" in text for *_, text in errors)
+    checkpoint = torch.load(path, weights_only=True)
+    assert [g["lr"] for g in checkpoint["optimizer_states"][0]["param_groups"]] == [LR, LR]
+    assert checkpoint["callbacks"]["AdaptiveBatchCallback"]["scale_invariant_steps"] >= 30 + 20 * 1.5
+
+
+def fails_with(error, *arguments):
+    def rule(*_):
+        raise error(*arguments)
+
+    return rule
+
+
+class NotBuiltAnewError(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} {two}")
+
+
+class NotSentError(Exception):
+    def __init__(self, text):
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+RULES = {
+    "negative": (lambda *_: -1.0, "lr_scaling gave -1.0"),
+    "no number": (lambda *_: "fast", "lr_scaling gave 'fast'"),
+    "raises": (fails_with(KeyError, "no such total"), "no such total"),
+    "raises what cannot be built anew": (fails_with(NotBuiltAnewError, "nothing is", "known"), "nothing is known"),
+    "raises what cannot be sent": (fails_with(NotSentError, "nothing is known"), "nothing is known"),
+}
+
+
+def _ruled(rank, name):
+    adapt(rank, 2, {}, {"lr_scaling": RULES[name][0]}, {"max_epochs": 2})
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_that_fails_raises_on_every_rank(name):
+    errors = run_ranks(_ruled, 2, name, expect_errors=True, timeout=20)
+    assert [rank for rank, _, _ in errors] == [0, 1]
+    assert all(RULES[name][1] in text for _, _, text in errors)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("max_total_batch_size", value) for value in (0, 2.5, True)),
+        *(("min_total_batch_size", value) for value in (0, 65)),
+        *(("lr_scaling", value) for value in ("cubic", None, 2.0)),
+        *(("hysteresis", value) for value in (-0.1, math.nan, "5%")),
+        *(("min_steps", value) for value in (0, 1.5)),
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_is_named(name, value):
+    with pytest.raises((TypeError, ValueError), match=name):
+        AdaptiveBatchCallback(**{"max_total_batch_size": 64, name: value})
+
+
+def seen(*splits, times=8):
+    """Observations of two workers, the first three times as fast, at each split."""
+    sizes = np.repeat(np.array(splits, dtype=float), times, axis=0)
+    seconds, zeros = sizes * [0.001, 0.003] + 0.01, np.zeros_like(sizes)
+    step = np.repeat(seconds.max(axis=1, keepdims=True), 2, axis=1)
+    return StepObservations(sizes, seconds / 3, seconds * 2 / 3, seconds / 3, zeros, zeros, step)
+
+
+@pytest.mark.parametrize("callback", [AdaptiveBatchCallback, TTACallback])
+def test_arguments_reach_the_next_total(callback):
+    """A total of 40 would double at a high noise scale, and halve at a low one."""
+
+    model = PerfModelPlanner().observe(seen((20, 20), (30, 10)), PlanContext(40, ("a", "b"), (1, 1)))
+
+    def following(phi, **arguments):
+        noise = RunningNoiseScale().update(trace=phi, global_sq_norm=1.0 + phi / 40, total_batch_size=40)
+        given = {"max_total_batch_size": 4096, **arguments}
+        planner = replace(callback(**given).planner, model=model, initial_total=40)
+        conditions = PlanContext(40, ("a", "b"), (1, 1), noise=noise)
+        _, proposal = planner.decide(seen((30, 10), times=40), BatchPlan(40, (30, 10)), conditions)
+        return 40 if proposal is None else proposal.plan.total_batch_size
+
+    assert following(900.0) == 80
+    assert 40 < following(900.0, max_total_batch_size=60) <= 60
+    assert following(900.0, hysteresis=0.9) == 40
+    assert following(900.0, min_steps=41) == 40
+    assert following(1.0) == 20
+    assert 35 <= following(1.0, min_total_batch_size=35) < 40
+
+
+@pytest.mark.parametrize(
+    ("options", "callback", "kwargs", "says"),
+    [
+        ({}, {"max_total_batch_size": 7}, {}, "max_total_batch_size=7"),
+        ({}, {"min_total_batch_size": 32}, {}, "min_total_batch_size=32"),
+        ({}, {}, {"callbacks": [GradientAccumulationScheduler({1: 2})]}, "GradientAccumulationScheduler"),
+        ({"policy": "pid"}, {}, {}, "AdaptiveBatchCallback, pid"),
+        ({"local_batch_sizes": [6, 2]}, {}, {}, "AdaptiveBatchCallback, local_batch_sizes"),
+        ("ddp", {}, {}, "hetero_ddp"),
+        ({}, {"max_total_batch_size": 10}, {"ckpt_path": 50}, "max_total_batch_size=10"),
+    ],
+    ids=["above", "below", "scheduler", "pid", "fixed split", "ddp", "a checkpoint beyond"],
+)
+def test_contradictions_are_refused_on_every_rank(options, callback, kwargs, says, request):
+    if "ckpt_path" in kwargs:
+        (path,) = request.getfixturevalue("uninterrupted")[1].glob("*step=50.ckpt")
+        kwargs = {"ckpt_path": str(path)}
+    arguments = (2, options, callback, {"max_epochs": 3, **kwargs})
+    errors = run_ranks(adapt, 2, *arguments, expect_errors=True, timeout=30)
+    assert [rank for rank, *_ in errors] == [0, 1]
+    assert all(says in text for _, _, text in errors), errors

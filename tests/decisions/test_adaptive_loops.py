@@ -1,0 +1,477 @@
+"""Noise scale and moving total in loops of the user's own: Fabric, Accelerate, plain torch."""
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.precision import Precision
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from lightning_hetero import GNSCallback
+from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
+from lightning_hetero.comm import gradient_hook
+from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.batching.lr_scaling import lr_gain
+from lightning_hetero.core.noise.running import RunningNoiseScale
+from lightning_hetero.data import PermutationStream
+from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.session import HeteroSession
+from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as FabricStrategy
+from tests.decisions.told import TICK, told_time
+from tests.helpers import Points, Regressor, fit, run_ranks
+from tests.loops import flat, global_batches, network
+
+LR = 0.02
+
+
+class Loop:
+    """A training loop of one rank: what a front end makes of a model, two optimizers and a loader, and what was seen.
+
+    Each optimizer has half of the parameters; with unequal rates the weights are not those of one process.
+    """
+
+    ahead = {}  # how the loader fetches batches ahead
+
+    def __init__(
+        self, settings, batch_size, *, dataset, accumulate=1, adam=False, scaled=False, lr=LR, shuffle=True, logs=None
+    ):
+        self.accumulate, self.dataset, self.batch_size, self.shuffle = accumulate, dataset, batch_size, shuffle
+        self.metrics, self.seen, self.used, self.scheduled, self.logs = [], [], [], [], logs
+        self.inner = network()
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
+        kind, parameters = torch.optim.Adam if adam else torch.optim.SGD, list(self.inner.parameters())
+        self.raw = [kind(half, lr=lr) for half in (parameters[:2], parameters[2:])]
+        self.raw[0].register_step_post_hook(lambda optimizer, *_: self.used.append(optimizer.param_groups[0]["lr"]))
+        self.schedules = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: 0.99**step) for one in self.raw]
+        self.first = 0
+        self.set_up(settings)
+        self.batches = self.loader
+
+    def data(self):
+        return DataLoader(self.dataset, self.batch_size, shuffle=self.shuffle, **self.ahead)
+
+    def final(self):
+        step = self.session.position[1]
+        return step % self.accumulate == 0 or step == len(self.loader)
+
+    def pace(self, rank, samples):
+        """Take some time for the samples of a batch."""
+
+    def train(self, rank, epochs, save=None, another=False):
+        save = dict(save or {})
+        for epoch in range(self.first, epochs):
+            for x, y, index in self.batches:
+                own = self.session.engine.own_size
+                self.seen.append((epoch, self.session.position[1] - 1, index[:own].tolist()))
+                self.pace(rank, len(x))
+                if self.step(x, y):
+                    self.scheduled.append(self.raw[0].param_groups[0]["lr"])
+                    for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
+                        optimizer.step()
+                        schedule.step()
+                        optimizer.zero_grad()
+                if len(self.used) in save:
+                    self.save(save.pop(len(self.used)), epoch)
+            self.batches = self.loader
+        session, estimate = self.session, self.session.noise_scale
+        result = {
+            "weights": flat(self.inner),
+            "seen": self.seen,
+            "used": self.used,
+            "scheduled": self.scheduled,
+            "metrics": self.metrics,
+            "history": [(e.epoch, e.step, e.plan.local_batch_sizes) for e in session.engine.plan_history],
+            "estimate": None if estimate is None else estimate.state_dict(),
+            "steps": session.scale_invariant_steps,
+            "gain": session.lr_gain,
+            "candidates": [candidate.total_batch_size for candidate in session.candidates],
+            "rates": [one.state_dict()["param_groups"][0]["lr"] for one in self.raw],
+        }
+        if not another:
+            self.end()
+        return result
+
+
+def numbered(name, parts):
+    return {f"{name}{number}": part for number, part in enumerate(parts)}
+
+
+class Scaled(Precision):
+    """Full precision with a gradient scaler, which Lightning has for GPUs only."""
+
+    def __init__(self, scaler):
+        self.scaler = scaler
+
+    def backward(self, tensor, model, *args, **kwargs):
+        super().backward(self.scaler.scale(tensor), model, *args, **kwargs)
+
+
+class FabricLoop(Loop):
+    def set_up(self, settings):
+        plugins = [Scaled(self.scaler)] if self.scaler else []
+        self.fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy(**settings), plugins=plugins)
+        self.fabric.launch()
+        self.model, *self.optimizers = self.fabric.setup(self.inner, *self.raw)
+        self.loader = self.fabric.setup_dataloaders(self.data())
+        self.session = self.fabric.strategy.session
+        self.session.on_metrics = self.metrics.append
+        self.session.directory = self.logs
+
+    def step(self, x, y):
+        final = self.final()
+        with self.fabric.no_backward_sync(self.model, enabled=not final):
+            self.fabric.backward(nn.functional.mse_loss(self.model(x), y) / self.accumulate)
+        return final
+
+    def state(self):
+        parts = numbered("optimizer", self.optimizers) | numbered("schedule", self.schedules)
+        return {"model": self.model, "loader": self.loader, **parts}
+
+    def save(self, path, epoch):
+        self.fabric.save(path, {**self.state(), "epoch": epoch})
+
+    def load(self, path):
+        state = {**self.state(), "epoch": 0}
+        self.fabric.load(path, state)
+        self.first = state["epoch"]
+
+    def end(self):
+        self.fabric.strategy.teardown()
+
+
+class AccelerateLoop(Loop):
+    def set_up(self, settings):
+        from accelerate.utils import set_seed
+
+        folder = {} if self.logs is None else {"project_dir": self.logs}
+        self.accelerator = HeteroAccelerator(
+            cpu=True, hetero_plugin=HeteroPlugin(**settings), gradient_accumulation_steps=self.accumulate, **folder
+        )
+        set_seed(3)
+        self.accelerator.register_for_checkpointing(*self.schedules)
+        self.accelerator.scaler = self.scaler
+        self.model, self.loader, *self.optimizers = self.accelerator.prepare(self.inner, self.data(), *self.raw)
+        self.session = self.accelerator.hetero_session
+        self.session.on_metrics = self.metrics.append
+
+    def step(self, x, y):
+        with self.accelerator.accumulate(self.model):
+            self.accelerator.backward(nn.functional.mse_loss(self.model(x), y))
+            return self.accelerator.sync_gradients
+
+    def save(self, path, epoch):
+        self.accelerator.save_state(path)
+
+    def load(self, path):
+        self.accelerator.load_state(path)
+        self.first = self.session.position[0]
+        self.batches = self.accelerator.skip_first_batches(self.loader)
+
+    def end(self):
+        self.accelerator.end_training()
+
+
+class PlainLoop(Loop):
+    """Of somebody who uses no trainer at all."""
+
+    def set_up(self, settings):
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group("gloo")
+        rank, device = torch.distributed.get_rank(), torch.device("cpu")
+        mechanism = HeteroEngine(HeteroConfig(**settings), rank=rank, world_size=2, device=device, local_rank=rank)
+        self.session = HeteroSession(mechanism, on_metrics=self.metrics.append, directory=self.logs)
+        stream = PermutationStream(len(self.dataset), shuffle=self.shuffle, seed=0)
+        self.inside = DataLoader(self.dataset, batch_sampler=self.session.shard(stream, self.batch_size), **self.ahead)
+        self.model = DistributedDataParallel(self.inner)
+        self.model.register_comm_hook(mechanism.hook_state, gradient_hook)
+        self.optimizers, self.loader = self.raw, self
+        self.session.lead(self.raw, scaler=self.scaler)
+
+    def __len__(self):
+        return len(self.inside)
+
+    def __iter__(self):
+        return self.session.steps(lambda: iter(self.inside))
+
+    def step(self, x, y):
+        final = self.final()
+        with nullcontext() if final else self.model.no_sync(), self.session.engine.backward():
+            loss = nn.functional.mse_loss(self.model(x), y) / self.accumulate
+            loss = self.session.engine.scale_loss(loss)
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        return final
+
+    def parts(self):
+        return {"model": self.inner} | numbered("optimizer", self.raw) | numbered("schedule", self.schedules)
+
+    def save(self, path, epoch):
+        state = {name: part.state_dict() for name, part in self.parts().items()}
+        session = {**self.session.interval(), **self.session.state_dict()}
+        if self.session.engine.rank == 0:
+            torch.save({**state, "session": session}, path)
+        torch.distributed.barrier()
+
+    def load(self, path):
+        state = torch.load(path, weights_only=True)
+        for name, part in self.parts().items():
+            part.load_state_dict(state[name])
+        self.session.load_state_dict(state["session"])
+        self.session.skip()
+        self.first = self.session.position[0]
+
+    def end(self):
+        self.session.close()
+        del self.model  # or it would free the default group, by its reducer
+
+
+LOOPS = {"fabric": FabricLoop, "accelerate": AccelerateLoop, "plain": PlainLoop}
+every_loop = pytest.mark.parametrize("loop", LOOPS)
+
+# the noise scale
+
+CASES = {
+    "one batch a step": {"sizes": (9, 3)},
+    "two batches a step": {"sizes": (4, 2), "accumulate": 2},
+    "Adam": {"sizes": (2, 1), "adam": True},
+    "a loss scaler": {"sizes": (9, 3), "scaled": True},
+}
+
+
+def _settings(sizes, accumulate):
+    return {"local_batch_sizes": sizes, "replan": 48 // sum(sizes) // accumulate // 2}
+
+
+class Still(Regressor):
+    """Its weights stay."""
+
+    def __init__(self, adam):
+        super().__init__(lr=0.0, momentum=0.0)
+        self.adam = adam
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.0) if self.adam else super().configure_optimizers()
+
+
+def _through_the_trainer(rank):
+    out = {}
+    for name, case in CASES.items():
+        sizes, count, noise = case["sizes"], case.get("accumulate", 1), GNSCallback()
+        more = {"max_epochs": 1, "accumulate_grad_batches": count, "callbacks": [noise], "dataset": Points(48)}
+        done = fit(rank, _settings(sizes, count), 2, sum(sizes) // 2, model=Still(case.get("adam", False)), **more)
+        out[name] = {"estimate": noise.estimate.state_dict(), "seen": done["seen"]}
+    return out
+
+
+def in_order(samples):
+    """The points as the trainer took them, which shuffles in its own way."""
+    data = Points(48)
+    data.x, data.y = data.x[samples], data.y[samples]
+    return data
+
+
+def _through_a_loop(rank, loop, orders):
+    out = {}
+    for name, case in CASES.items():
+        sizes, arguments = case["sizes"], {k: v for k, v in case.items() if k != "sizes"}
+        settings = {**_settings(sizes, case.get("accumulate", 1)), "noise_scale": True}
+        more = {"dataset": in_order(orders[name]), "lr": 0.0, "shuffle": False, **arguments}
+        out[name] = LOOPS[loop](settings, sum(sizes) // 2, **more).train(rank, 1, another=name != list(CASES)[-1])
+    return out
+
+
+@pytest.fixture(scope="module")
+def trainers():
+    return run_ranks(_through_the_trainer, 2)
+
+
+@every_loop
+def test_the_noise_scale_is_that_of_the_trainer(loop, trainers):
+    """Of the same samples in the same steps, to rounding; and it is among the metrics."""
+    orders = {name: sum(global_batches([ranks[name] for ranks in trainers]), []) for name in CASES}
+    for result in run_ranks(_through_a_loop, 2, loop, orders, start="fork"):
+        for name in CASES:
+            one = result[name]
+            assert one["estimate"] == pytest.approx(trainers[0][name]["estimate"], rel=1e-12)
+            assert one["estimate"]["samples"] > 0
+            last = RunningNoiseScale.from_state_dict(one["estimate"])
+            shown = [metrics for metrics in one["metrics"] if "hetero/noise_scale" in metrics]
+            assert shown[-1]["hetero/noise_scale"] == pytest.approx(last.noise_scale)
+            assert shown[-1]["hetero/grad_sq_norm"] == last.grad_sq_norm
+            assert shown[-1]["hetero/grad_variance"] == last.trace
+            assert one["steps"] == 0.0
+            assert not any("hetero/lr_gain" in metrics for metrics in one["metrics"])
+
+
+# the moving total
+
+BREAKS = (16, 24, 25)
+"""Optimizer steps until a checkpoint: in the middle of an epoch, before and between sync rounds, and at its end."""
+
+
+def _moving(rank, loop, folder, resume, kwargs):
+    """A run whose time is told; its noise is what it is."""
+    kwargs = dict(kwargs)
+    breaks, ahead = kwargs.pop("breaks", BREAKS), kwargs.pop("ahead", {})
+    settings = {"max_total_batch_size": 64, **kwargs.pop("settings", {})}
+    with told_time() as clock:
+        samples = 256 if loop == "accelerate" and not ahead else 264  # Accelerate's loader is ahead
+        made = type("Made", (LOOPS[loop],), {"ahead": ahead})
+        logs = folder / f"logs-{resume}"
+        training = made(settings, kwargs.pop("batch_size", 4), dataset=Points(samples), logs=logs, **kwargs)
+        training.pace = lambda rank, count: clock.spend((16 + count * (1, 4)[rank]) * TICK)
+        if resume:
+            training.load(str(folder / f"{resume}"))
+        result = training.train(rank, 4, save={} if resume else {at: str(folder / f"{at}") for at in breaks})
+    return {**result, "samples": samples}
+
+
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory):
+    found = {}
+
+    def of(loop):
+        if loop not in found:
+            folder = tmp_path_factory.mktemp(loop)
+            found[loop] = run_ranks(_moving, 2, loop, folder, 0, {}), folder
+        return found[loop]
+
+    return of
+
+
+def one_process(results, count=1):
+    """Weights of one process that follows the same batches and rates."""
+    model, data, used = network(), Points(results[0]["samples"]), iter(results[0]["used"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    steps = [at[:2] for at in results[0]["seen"]]
+    for i, indices in enumerate(global_batches(results)):
+        (nn.functional.mse_loss(model(data.x[indices]), data.y[indices]) / count).backward()
+        if (steps[i][1] + 1) % count == 0 or i + 1 == len(steps) or steps[i + 1][0] != steps[i][0]:
+            optimizer.param_groups[0]["lr"] = next(used)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert next(used, None) is None
+    return flat(model)
+
+
+def check(results):
+    """Each sample once an epoch, the weights of one process, and the factor of the rate beside its schedule."""
+    first, second = results
+    for epoch in range(4):
+        taken = sorted(i for r in results for e, _, indices in r["seen"] if e == epoch for i in indices)
+        assert taken == list(range(first["samples"]))
+    np.testing.assert_array_equal(first["weights"], second["weights"])
+    np.testing.assert_allclose(first["weights"], one_process(results), rtol=1e-12, atol=1e-13)
+    assert first["used"] == second["used"]
+    assert first["scheduled"] == pytest.approx([LR * 0.99**k for k in range(len(first["scheduled"]))])
+    assert first["rates"] == pytest.approx([LR * 0.99 ** len(first["used"])] * 2), "a state has the scheduled rate"
+    gains = np.divide(first["used"], first["scheduled"])
+    assert first["steps"] == pytest.approx(gains.sum())
+    assert [result["gain"] for result in results] == pytest.approx([gains[-1]] * 2)
+
+
+@every_loop
+def test_a_decision_changes_the_next_total_and_the_rate(loop, moved):
+    results, folder = moved(loop)
+    first, second = results
+    check(results)
+    totals = [sum(sizes) for _, _, sizes in first["history"]]
+    assert totals[0] == 8
+    assert len(set(totals)) > 2
+    assert max(totals) <= 64
+    assert first["history"][-1][2][0] > first["history"][-1][2][1]
+    plans = dict(zip([at[:2] for at in first["seen"]], map(len, global_batches(results)), strict=True))
+    for (epoch, step, sizes), ends in zip(first["history"], [*first["history"][1:], (9, 0)], strict=True):
+        own = [size for at, size in plans.items() if (epoch, step) <= at < ends[:2] and (at[0], at[1] + 1) in plans]
+        assert set(own) <= {sum(sizes)}
+    last = first["metrics"][-1]
+    gain = lr_gain("adascale", totals[-1], 8, last["hetero/grad_variance"], last["hetero/grad_sq_norm"])
+    assert last["hetero/lr_gain"] == pytest.approx(gain) != 1.0, "that of 'auto' for SGD"
+    assert 0 < last["hetero/efficiency"] <= 1
+    assert last["hetero/goodput"] > 0
+    assert first["metrics"] == second["metrics"]
+    assert totals[-1] in first["candidates"]
+    assert second["candidates"] == []
+    if loop != "fabric":  # its folder is that of its logger, which these loops have none of
+        rows = (next(folder.rglob("hetero_candidates.csv"))).read_text().splitlines()
+        assert str(totals[-1]) in [row.split(",")[1] for row in rows if row.endswith(",1")]
+
+
+def same_steps(full, part, at):
+    """Number of steps after the break in which a run without it and the rest of one with it train on the same."""
+    rest = full["seen"][at:]
+    return next((n for n, (one, other) in enumerate(zip(rest, part["seen"], strict=False)) if one != other), len(rest))
+
+
+@every_loop
+@pytest.mark.parametrize("at", BREAKS)
+def test_a_resumed_run_keeps_total_rates_and_noise_and_decides_by_new_times(loop, at, moved):
+    """What is decided on times of another process is not repeated: the next decision comes after eight new steps."""
+    whole, folder = moved(loop)
+    ends = [step for step, (epoch, first, _) in enumerate(whole[0]["seen"]) if epoch and not first]
+    rest = run_ranks(_moving, 2, loop, folder, at, {})
+    assert rest[0]["history"] == rest[1]["history"]
+    assert rest[0]["history"][0] in whole[0]["history"], "the plan of the checkpoint"
+    assert any(sum(sizes) != sum(rest[0]["history"][0][2]) for _, _, sizes in rest[0]["history"]), "decides"
+    for full, part in zip(whole, rest, strict=True):
+        assert same_steps(full, part, at) > 0 or at in ends  # where an epoch begins, the whole run decides at once
+        now = slice(0, 0 if at in ends else 1)  # then, a sync round of the run without a break moves its rate
+        assert part["used"][now] == pytest.approx(full["used"][at:][now], rel=1e-12)
+        first = next((n for n, index in enumerate(part["seen"]) if index[:2] >= part["history"][1][:2]), None)
+        assert first is None or first >= 8
+
+
+def test_a_plan_that_was_yet_to_come_comes_after_a_resume(tmp_path):
+    """The ranks have agreed on it after eight steps, for the first step whose batch the loader had not fetched."""
+    more = {"breaks": (10,), "ahead": {"num_workers": 1, "prefetch_factor": 5}}
+    whole = run_ranks(_moving, 2, "plain", tmp_path, 0, more)
+    epoch, step, sizes = whole[0]["history"][1]
+    assert (epoch, step) > (0, 10)
+    for full, part in zip(whole, run_ranks(_moving, 2, "plain", tmp_path, 10, more), strict=True):
+        assert same_steps(full, part, 10) > step - 10 + 1
+        assert part["history"][1] == (epoch, step, sizes)
+
+
+@every_loop
+def test_a_total_moves_in_windows_of_micro_batches(loop, tmp_path):
+    results = run_ranks(_moving, 2, loop, tmp_path, 0, {"batch_size": 2, "accumulate": 2, "breaks": ()})
+    first = results[0]
+    np.testing.assert_allclose(first["weights"], one_process(results, 2), rtol=1e-12, atol=1e-13)
+    assert len({sum(sizes) for _, _, sizes in first["history"]}) > 1
+    assert all(step % 2 == 0 for _, step, _ in first["history"])
+
+
+# what is refused
+
+
+def _refused(rank, loop, settings, led):
+    training = LOOPS[loop]({"replan": 3, **settings}, 2, dataset=Points(48), accumulate=2)
+    if not led:
+        training.session.lead([])
+    return training.train(rank, 1)["used"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "led", "says"),
+    [
+        ({"max_total_batch_size": 3}, True, "max_total_batch_size=3"),
+        ({"max_total_batch_size": 7}, True, "max_total_batch_size=7"),
+        ({"max_total_batch_size": 64, "min_total_batch_size": 9}, True, "min_total_batch_size=9"),
+        ({"max_total_batch_size": 16}, False, "no optimizer"),
+    ],
+    ids=["one micro-batch above", "above", "below", "no optimizer"],
+)
+@every_loop
+def test_a_total_that_cannot_move_is_an_error_on_every_rank(loop, settings, led, says):
+    errors = run_ranks(_refused, 2, loop, settings, led, expect_errors=True, timeout=30)
+    assert [rank for rank, *_ in errors] == [0, 1]
+    assert all(says in text for _, _, text in errors)
+
+
+@every_loop
+def test_a_rate_that_need_not_follow_needs_no_optimizer(loop):
+    for used in run_ranks(_refused, 2, loop, {"max_total_batch_size": 16, "lr_scaling": "none"}, False):
+        assert used == pytest.approx([LR * 0.99**step for step in range(len(used))])

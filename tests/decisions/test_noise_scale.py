@@ -1,0 +1,558 @@
+"""Noise scale while training: the numbers are those of the gradients, for any split; logger and checkpoint get them."""
+
+import csv
+import math
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.utils.data import DataLoader
+
+from lightning_hetero import GNSCallback, HeteroDDPStrategy
+from lightning_hetero.core.noise.estimators import estimate_from_two_sizes, estimate_noise_scale
+from lightning_hetero.core.noise.running import RunningNoiseScale
+from tests.helpers import Points, Regressor, collected, fit, run_ranks, trainer_of
+
+N, STEPS = 48, 4
+HORIZON = 1e9  # all steps count alike
+OFTEN = {"local_batch_sizes": (9, 3), "replan": STEPS}
+
+
+def model(**kwargs):
+    """Parameters stay where they are, so that gradients of every batch can be computed afterwards."""
+    return Regressor(lr=0.0, momentum=0.0, **kwargs)
+
+
+def gradient(indices, scale=1.0):
+    module, data = model(), Points(N)
+    loss = module.loss((data.x[indices], data.y[indices], None))
+    return scale * torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(module.parameters()))])
+
+
+def sq_norm(indices, scale=1.0):
+    return float(gradient(indices, scale).square().sum()) if indices else 0.0
+
+
+def every_step(results):
+    """Samples of every rank in every step."""
+    return [[r["seen"][s][2] for r in results] for s in range(len(results[0]["seen"]))]
+
+
+def expected(steps, method="pooled", scales=None):
+    """What one process that has the same samples in micro-batches estimates."""
+    running = RunningNoiseScale(horizon=HORIZON)
+    for number, groups in enumerate(steps):
+        scale = 1.0 if scales is None else scales[number]
+        if scale is None:
+            continue
+        sizes, whole = [len(g) for g in groups], sq_norm(sum(groups, []), scale)
+        estimate = estimate_noise_scale([sq_norm(g, scale) for g in groups], whole, sizes, method=method)
+        seen = estimate.grad_sq_norm + estimate.trace / sum(sizes)  # |g|^2, unless the weights are the printed ones
+        running = running.update(trace=estimate.trace, global_sq_norm=seen, total_batch_size=sum(sizes))
+    return running
+
+
+def expected_windows(windows, known=True):
+    """The same with micro-batches: of each window, the groups of all ranks in each micro-batch.
+
+    What is known of the noise scale weights the parts of an estimate; before the first message, nothing is.
+    """
+    running = RunningNoiseScale(horizon=HORIZON)
+    for window in windows:
+        everyone = [sum(groups, []) for groups in zip(*window, strict=True)]
+        sizes, first = [len(g) for g in everyone], [len(g) for g in window[0]]
+        norms, whole = [sq_norm(g) for g in everyone], sq_norm(sum(everyone, []))
+        parts = [] if len(sizes) == 1 else [(len(sizes) - 1, estimate_noise_scale(norms, whole, sizes).trace)]
+        phi = running.noise_scale if known and not math.isnan(running.noise_scale) else math.inf
+        for b, n, g, norm in zip(first, sizes, window[0], norms, strict=True):
+            if n > b:
+                apart = 1 / b - 1 / n
+                parts.append((apart / (1 / b + 1 / n + 2 / phi), (sq_norm(g) - norm) / apart))
+        trace = sum(freedom * s for freedom, s in parts) / sum(freedom for freedom, _ in parts)
+        running = running.update(trace=trace, global_sq_norm=whole, total_batch_size=sum(sizes))
+    return running
+
+
+class Keep(Callback):
+    def on_train_end(self, trainer, pl_module):
+        gns = next(c for c in trainer.callbacks if isinstance(c, GNSCallback))
+        pl_module.result = gns.estimate.state_dict()
+
+
+def _run(rank, strategy, ranks, kwargs):
+    kwargs = {"dataset": Points(N), "model": model(), "max_epochs": 1, **kwargs}
+    settings = {name: kwargs.pop(name) for name in ("every_n_steps", "preconditioner", "method") if name in kwargs}
+    callbacks = [GNSCallback(**{"horizon": HORIZON, **settings}), Keep(), *kwargs.pop("callbacks", [])]
+    out = fit(rank, strategy, ranks, kwargs.pop("batch_size", 4), callbacks=callbacks, **kwargs)
+    return {**out, "estimate": kwargs["model"].result}
+
+
+def run(strategy=OFTEN, ranks=2, **kwargs):
+    return run_ranks(_run, ranks, strategy, ranks, kwargs, start="pool" if ranks < 3 else "fork")
+
+
+def check(results, reference, rel=1e-6, names=("samples", "trace_sum", "sq_norm_sum")):
+    for result in results:
+        for name in names:
+            assert result["estimate"][name] == pytest.approx(getattr(reference, name), rel=rel), name
+
+
+# the gradients of workers and micro-batches
+
+
+@pytest.mark.parametrize(
+    ("sizes", "method"),
+    [
+        *((sizes, "pooled") for sizes in ((9, 3), (6, 6))),
+        *(((9, 3), method) for method in ("mean", "cannikin")),
+        *(
+            pytest.param(sizes, method, marks=pytest.mark.slow("more workers by every method"))
+            for sizes in ((5, 4, 2, 1), (8, 0, 4))
+            for method in ("pooled", "mean", "cannikin")
+        ),
+    ],
+    ids=str,
+)
+def test_an_estimate_is_that_of_the_workers_gradients(sizes, method):
+    results = run({"local_batch_sizes": sizes, "replan": STEPS}, len(sizes), method=method)
+    check(results, expected(every_step(results), method), rel=1e-9)
+    assert results[0]["estimate"]["samples"] == N
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "count"), [("hetero_ddp", 2, 2), ("hetero_ddp", 2, 3), ("hetero_ddp", 1, 3), ("ddp", 2, 3)]
+)
+def test_micro_batches_of_a_window_are_seen(name, ranks, count):
+    """Eight batches: three at a time, the end of the epoch cuts the last window short.
+
+    Each has a message of its own with ``hetero_ddp``; plain ``ddp`` has one at the end.
+    """
+    strategy = {"local_batch_sizes": {2: (4, 2), 1: (6,)}[ranks], "replan": 1} if name == "hetero_ddp" else name
+    results = run(strategy, ranks, accumulate_grad_batches=count, batch_size=6 // ranks)
+    micro = every_step(results)
+    windows = [micro[i : i + count] for i in range(0, len(micro), count)]
+    assert [len(w) for w in windows] == {2: [2] * 4, 3: [3, 3, 2]}[count]
+    check(results, expected_windows(windows, known=name == "hetero_ddp"))
+    assert not any(result["estimate"]["biased"] for result in results)
+
+
+MANY, TOGETHER = 240, 12
+
+
+def slanted():
+    """Points with a signal in them: the model is wrong about all of them in one direction."""
+    data = Points(MANY)
+    data.y += 1.5
+    return data
+
+
+@pytest.mark.slow("statistics of four long runs")
+def test_workers_and_micro_batches_agree_with_the_truth():
+    """``tr(Sigma)`` and ``|G|^2`` as batches without repetition see them, from the gradient of every sample."""
+    module, data = model(), slanted()
+    losses = [module.loss((data.x[i : i + 1], data.y[i : i + 1], None)) for i in range(MANY)]
+    each = [torch.autograd.grad(loss, list(module.parameters())) for loss in losses]
+    each = torch.stack([torch.cat([part.flatten() for part in one]) for one in each])
+    trace = float(each.var(dim=0).sum())
+    truth, squares = float(each.mean(dim=0).square().sum()) - trace / MANY, []
+    often = {"replan": MANY // TOGETHER}
+    for strategy, ranks, kwargs in (
+        ("hetero_ddp", 1, {"batch_size": 4, "accumulate_grad_batches": 3}),
+        ({"local_batch_sizes": (9, 3), **often}, 2, {"batch_size": 6}),
+        ({"local_batch_sizes": (4, 2), **often}, 2, {"batch_size": 3, "accumulate_grad_batches": 2}),
+        ({"local_batch_sizes": (6, 3, 2, 1), **often}, 4, {"batch_size": 3}),
+    ):
+        state = run(strategy, ranks, dataset=slanted(), max_epochs=4, **kwargs)[0]["estimate"]
+        estimate = RunningNoiseScale.from_state_dict(state)
+        assert estimate.samples == pytest.approx(4 * MANY)
+        assert estimate.trace == pytest.approx(trace, rel=0.15)
+        assert estimate.grad_sq_norm == pytest.approx(truth, rel=0.05)
+        squares.append(estimate.sq_norm_sum / estimate.weight)
+    assert squares == pytest.approx([squares[0]] * len(squares), rel=1e-5)  # of the very same batches
+
+
+class Two(Regressor):
+    """Each half of the network has an optimizer of its own; both step on every batch."""
+
+    def __init__(self, steps_every=1):
+        super().__init__(lr=0.0, momentum=0.0)
+        self.automatic_optimization, self.steps_every = False, steps_every
+
+    def on_before_optimizer_step(self, optimizer):
+        """Keeps nothing: each optimizer has other gradients."""
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(half.parameters(), lr=0.0) for half in (self.net[0], self.net[2])]
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if (batch_idx + 1) % self.steps_every == 0:
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kwargs"),
+    [
+        ({**OFTEN, "loss_reduction": "sum"}, {"model": model(reduction="sum")}),
+        (OFTEN, {"model": Two()}),
+        (OFTEN, {"preconditioner": "auto"}),  # SGD has no second moments
+        ({**OFTEN, "bucket_cap_mb": 1e-4}, {}),
+        ({**OFTEN, "gradient_as_bucket_view": True}, {}),
+    ],
+    ids=["a summed loss", "two optimizers", "auto with SGD", "many buckets", "bucket views"],
+)
+def test_it_is_the_same_however_losses_optimizers_and_buckets_are(strategy, kwargs):
+    results = run(strategy, **kwargs)
+    check(results, expected(every_step(results)))
+
+
+def test_every_n_steps():
+    assert run(every_n_steps=2)[0]["estimate"]["samples"] == pytest.approx(N / 2)
+
+
+def test_it_is_logged_under_the_fixed_names(tmp_path):
+    kwargs = {"logger": CSVLogger(str(tmp_path), name="", version=""), "max_epochs": 3}
+    first, _ = run({**OFTEN, "replan": 2}, **kwargs)
+    estimate = RunningNoiseScale.from_state_dict(first["estimate"])
+    wanted = {
+        "noise_scale": estimate.noise_scale,
+        "grad_sq_norm": estimate.grad_sq_norm,
+        "grad_variance": estimate.trace,
+    }
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
+    for name, last in wanted.items():
+        shown = [(int(row["step"]), float(row[f"hetero/{name}"])) for row in rows if row.get(f"hetero/{name}")]
+        steps, values = zip(*shown, strict=True)
+        assert len(values) >= 5
+        assert min(values) >= 0
+        assert values[-1] == pytest.approx(last, rel=1e-6)
+        assert list(steps) == sorted(set(steps))
+        assert 3 * STEPS - 2 <= steps[-1] <= 3 * STEPS
+
+
+# plain ddp, one worker
+
+
+def test_plain_ddp_gives_the_same_numbers_as_equal_batches(tmp_path):
+    """56 steps: one message after 50; a run too short for a message has an estimate at its end."""
+    long = run("ddp", batch_size=6, max_epochs=14)
+    assert long[0]["estimate"] == long[1]["estimate"]
+    check(long, expected(every_step(long)[:50]))
+    short = run("ddp", batch_size=6, logger=CSVLogger(str(tmp_path), name="", version=""))
+    check(short, expected(every_step(short)))
+    assert "hetero/noise_scale" in (tmp_path / "metrics.csv").read_text()
+
+
+class Unlike(Points):
+    """Each rank has its own number of samples in a batch, which plain DDP knows nothing of."""
+
+    def __getitems__(self, indices):
+        return [self[i] for i in indices[: len(indices) - torch.distributed.get_rank()]]
+
+
+def test_unequal_batches_of_plain_ddp_are_none_to_compare():
+    assert [r["estimate"]["samples"] for r in run("ddp", batch_size=6, dataset=Unlike(N))] == [0, 0]
+
+
+@pytest.mark.parametrize("strategy", ["hetero_ddp", "auto"])
+def test_a_single_worker_with_accumulation_takes_two_sizes(strategy):
+    (result,) = run(strategy, 1, batch_size=4, accumulate_grad_batches=3)
+    running, micro = RunningNoiseScale(horizon=HORIZON), [own for *_, own in result["seen"]]
+    for w in range(0, 12, 3):
+        big = sq_norm(sum(micro[w : w + 3], []))
+        estimate = estimate_from_two_sizes(sq_norm(micro[w]), 4, big, 12)
+        running = running.update(trace=estimate.trace, global_sq_norm=big, total_batch_size=12)
+    check([result], running, rel=1e-9)
+    assert result["estimate"]["biased"] is False
+
+
+def successive(steps, scales=None):
+    """Of one worker by successive steps."""
+    running = RunningNoiseScale(horizon=HORIZON)
+    for number in range(1, len(steps)):
+        scale = 1.0 if scales is None else scales[number]
+        if scale is None:
+            continue
+        now, before = gradient(steps[number], scale), gradient(steps[number - 1], scale)
+        one, both = (now.square().sum() + before.square().sum()) / 2, ((now + before) / 2).square().sum()
+        estimate = estimate_from_two_sizes(float(one), 4, float(both), 8, biased=True)
+        given = {"trace": estimate.trace, "global_sq_norm": float(both), "total_batch_size": 8}
+        running = running.update(**given, steps=0.5, biased=True)
+    return running
+
+
+def test_a_single_worker_without_accumulation_is_flagged_biased():
+    """Also with two optimizers; those that accumulate are told that nothing is seen."""
+    for module in (model(), Two()):
+        (result,) = run("auto", 1, batch_size=4, model=module)
+        assert result["estimate"]["biased"] is True
+        check([result], successive([own for *_, own in result["seen"]]))
+        assert result["estimate"]["samples"] == pytest.approx(N - 4)
+    ((estimate, lines),) = run_ranks(_unseen, 1)
+    assert estimate["samples"] == 0
+    assert len([line for line in lines if "several optimizers" in line]) == 1
+
+
+def _unseen(rank):
+    lines = collected()
+    return _run(rank, "auto", 1, {"batch_size": 4, "model": Two(steps_every=2)})["estimate"], lines
+
+
+# faults
+
+
+class Poisoned(Regressor):
+    """The gradient of rank 1 is NaN in its second step; in its third one element of it is infinite.
+
+    Each rank takes the norm of its own half of the averaged gradient, at whose end the first parameter lies: that of
+    the third step is finite for all that rank 0 knows.
+    """
+
+    def __init__(self):
+        super().__init__(lr=0.0, momentum=0.0)
+
+    def on_fit_start(self):
+        super().on_fit_start()
+        if self.trainer.global_rank == 1:
+            next(self.parameters()).register_hook(self.poisoned)
+
+    def poisoned(self, grad):
+        if self.trainer.global_step == 2:
+            grad = grad.clone()
+            grad.view(-1)[-1] = float("inf")
+        return grad
+
+    def loss(self, batch):
+        loss = super().loss(batch)
+        return loss * float("nan") if self.trainer.global_rank == 1 and self.trainer.global_step == 1 else loss
+
+    def on_before_optimizer_step(self, optimizer):
+        for p in self.parameters():
+            p.grad.nan_to_num_(0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("strategy", [OFTEN, "ddp"], ids=["hetero_ddp", "ddp"])
+def test_nan_and_inf_in_one_workers_gradient_leave_the_estimate_finite(strategy):
+    results = run(strategy, model=Poisoned(), batch_size=6)
+    check(results, expected([groups for step, groups in enumerate(every_step(results)) if step not in (1, 2)]))
+    assert [result["estimate"]["skipped"] for result in results] == [2, 2]
+
+
+class Fails(Regressor):
+    """Fails in a backward pass, with the norm of one bucket taken."""
+
+    def on_before_zero_grad(self, optimizer):
+        if self.trainer.global_step == 1:
+            next(self.parameters()).register_hook(lambda gradient: 1 / 0)
+
+
+def _again(rank, another):
+    """A training that fails, and one with the same strategy: with the callback again, or without it."""
+    strategy = HeteroDDPStrategy(local_batch_sizes=(9, 3), replan=1, bucket_cap_mb=1e-5)
+    gns, loader, second = GNSCallback(horizon=HORIZON), DataLoader(Points(N), 6, shuffle=True), model()
+    trainer = trainer_of(strategy, 2, callbacks=[gns], max_epochs=1)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(Fails(lr=0.0), loader)
+    before = gns.estimate
+    if not another:
+        trainer.callbacks.remove(gns)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(second, loader)
+    return {"seen": second.seen, "before": before, "after": gns.estimate}
+
+
+@pytest.mark.parametrize("another", [True, False], ids=["with the callback", "without"])
+def test_a_training_that_failed_leaves_no_norms_to_the_next(another):
+    for result in (results := run_ranks(_again, 2, another, start="fork")):
+        before, after = result["before"], result["after"]
+        assert before.samples == 12
+        assert len(result["seen"]) >= STEPS
+        if another:
+            reference = expected(every_step(results))
+            assert after.samples == 12 + reference.samples
+            assert after.trace_sum - before.trace_sum == pytest.approx(reference.trace_sum, rel=1e-6)
+        else:
+            assert after == before
+
+
+# checkpoints
+
+
+class Saves(Callback):
+    """Saves inside an interval between two messages, and goes on; at a step, or at the end of an epoch."""
+
+    def __init__(self, path, step=None, epoch=None):
+        self.path, self.step, self.epoch = path, step, epoch
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        if trainer.current_epoch == self.epoch:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "more", "moment"),
+    [
+        ({"local_batch_sizes": (9, 3), "replan": "epoch"}, 2, {"max_epochs": 2, "batch_size": 6}, {"step": 3}),
+        ("hetero_ddp", 1, {"max_epochs": 2, "batch_size": 4, "accumulate_grad_batches": 2}, {"step": 3}),
+        ("ddp", 2, {"max_epochs": 28, "batch_size": 6}, {"epoch": 13}),
+    ],
+    ids=["two workers", "one worker", "ddp"],
+)
+def test_resume_inside_an_interval_goes_on_identically(tmp_path, strategy, ranks, more, moment):
+    """Every second step is observed, from an odd one on: neither sums nor phase may be lost.
+
+    Plain ddp observes 56 steps, of which a message after the 50th tells; the checkpoint knows of 28 of them.
+    """
+    path, settings = tmp_path / "inside.ckpt", {"every_n_steps": 2, **more}
+    whole = run(strategy, ranks, callbacks=[Saves(path, **moment)], **settings)
+    again = run(strategy, ranks, ckpt_path=str(path), **settings)
+    assert len(again[0]["seen"]) < len(whole[0]["seen"])
+    assert whole[0]["estimate"]["samples"] > 0
+    for one, other in zip(whole, again, strict=True):
+        assert one["estimate"] == pytest.approx(other["estimate"], rel=1e-12)
+
+
+def test_an_estimate_goes_on_from_a_checkpoint_that_knows_one_and_begins_anew_from_another(tmp_path):
+    often = {"local_batch_sizes": (9, 3), "replan": 1}
+    saving = {"callbacks": [ModelCheckpoint(dirpath=tmp_path)], "enable_checkpointing": True}
+    run(often, **saving)
+    (path,) = tmp_path.glob("*.ckpt")
+    again, whole = run(often, ckpt_path=str(path), max_epochs=2), run(often, max_epochs=2)
+    assert again[0]["estimate"]["samples"] == pytest.approx(2 * N)
+    assert again[0]["estimate"]["trace_sum"] == pytest.approx(whole[0]["estimate"]["trace_sum"], rel=1e-9)
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["callbacks"] = {k: v for k, v in checkpoint["callbacks"].items() if "GNS" not in k}
+    torch.save(checkpoint, tmp_path / "without.ckpt")
+    assert run(often, ckpt_path=str(tmp_path / "without.ckpt"), max_epochs=2)[0]["estimate"]["samples"] == N
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("every_n_steps", 0), ("every_n_steps", 1.5), ("method", "best"), ("horizon", 0), ("preconditioner", "rmsprop")],
+)
+def test_a_wrong_argument_is_named(name, value):
+    with pytest.raises((TypeError, ValueError), match=name):
+        GNSCallback(**{name: value})
+
+
+def _refused(rank, strategy, ranks, kwargs):
+    strategy = DDPStrategy(ddp_comm_hook=fp16_compress_hook) if strategy == "hooked" else strategy
+    _run(rank, strategy, ranks, kwargs)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "kwargs", "says"),
+    [
+        ("hooked", 2, {}, "has one of its own"),
+        *(
+            (name, ranks, {"preconditioner": "adam"}, "preconditioner=")
+            for name, ranks in (("hetero_ddp", 2), ("ddp", 2), ("auto", 1))
+        ),
+    ],
+)
+def test_gradients_that_cannot_be_seen_are_an_error_on_every_rank(strategy, ranks, kwargs, says):
+    errors = run_ranks(_refused, ranks, strategy, ranks, kwargs, expect_errors=True, timeout=30)
+    assert [(rank, name) for rank, name, _ in errors] == [(r, "MisconfigurationException") for r in range(ranks)]
+    assert all(says in text for *_, text in errors)
+
+
+# as Adam scales it
+
+FIRST = 10  # steps that fill Adam's second moments
+
+
+class WithAdam(Regressor):
+    """Gradients fill the second moments, parameters stay where they are."""
+
+    def __init__(self, cls=torch.optim.Adam):
+        super().__init__(lr=0.0)
+        self.cls = cls
+
+    def configure_optimizers(self):
+        return self.cls(self.parameters(), lr=0.0)
+
+
+def adams(steps):
+    """What Adam multiplies gradients by in every step, before its own moment; ``None`` in the first ones."""
+    moment, beta, scales = 0.0, 0.999, []
+    for number, indices in enumerate(steps):
+        scales.append(1.0 / ((moment / (1 - beta**number)).sqrt() + 1e-8) if number >= FIRST else None)
+        moment = beta * moment + (1 - beta) * gradient(indices) ** 2
+    return scales
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kwargs"),
+    [
+        (OFTEN, {"preconditioner": "adam"}),
+        ({**OFTEN, "bucket_cap_mb": 1e-4}, {"preconditioner": "auto"}),
+        ({**OFTEN, "gradient_as_bucket_view": True}, {"preconditioner": "adam"}),
+        ("ddp", {"preconditioner": "adam", "max_epochs": 15, "batch_size": 6, "model": WithAdam(torch.optim.AdamW)}),
+    ],
+    ids=["adam", "auto, many buckets", "bucket views", "ddp"],
+)
+def test_a_preconditioned_estimate_is_that_of_the_workers_gradients(strategy, kwargs):
+    results = run(strategy, **{"model": WithAdam(), "max_epochs": 4, **kwargs})
+    steps = every_step(results)
+    check(results[1:], expected(steps, scales=adams([sum(groups, []) for groups in steps])), rel=1e-4)
+    plain = RunningNoiseScale.from_state_dict(results[0]["estimate"])
+    assert plain.trace != pytest.approx(expected(steps[FIRST:]).trace, rel=0.5)
+
+
+def test_a_preconditioned_estimate_of_a_single_worker():
+    """With accumulation, by successive steps; and gradients as they are where that is asked for."""
+    kwargs = {"batch_size": 2, "accumulate_grad_batches": 2, "model": WithAdam(), "preconditioner": "auto"}
+    (result,) = run("hetero_ddp", 1, **kwargs)
+    micro, running = [own for *_, own in result["seen"]], RunningNoiseScale(horizon=HORIZON)
+    windows = list(zip(micro[::2], micro[1::2], strict=True))
+    for (small, rest), scale in zip(windows, adams([a + b for a, b in windows]), strict=True):
+        if scale is not None:
+            whole = sq_norm(small + rest, scale)
+            estimate = estimate_from_two_sizes(sq_norm(small, scale), 2, whole, 4)
+            running = running.update(trace=estimate.trace, global_sq_norm=whole, total_batch_size=4)
+    assert running.samples == 2 * 4
+    check([result], running, rel=1e-4)
+    (result,) = run("auto", 1, batch_size=4, model=WithAdam(), preconditioner="adam", max_epochs=2)
+    steps = [own for *_, own in result["seen"]]
+    check([result], successive(steps, adams(steps)), rel=1e-4)
+    as_it_is = run(model=WithAdam(), preconditioner=None)
+    check(as_it_is, expected(every_step(as_it_is)), rel=1e-9)
+
+
+def _scaled(rank, strategy, scaled, ranks, more):
+    callback = GNSCallback()
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1000) if scaled else None
+    plugins = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]} if scaled else {}
+    module, data = Regressor(dtype=torch.float32, lr=0.01), Points(160, dtype=torch.float32)
+    fit(rank, strategy, ranks, 8, model=module, dataset=data, callbacks=[callback], max_epochs=1, **plugins, **more)
+    return callback.estimate
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "more"),
+    [
+        ({"local_batch_sizes": [12, 4], "replan": 5}, 2, {}),
+        ("ddp", 2, {}),
+        ("auto", 1, {"accumulate_grad_batches": 2}),
+    ],
+    ids=["hetero_ddp", "ddp", "one worker"],
+)
+def test_norms_are_those_without_the_factor_of_a_gradient_scaler(strategy, ranks, more):
+    plain, scaled = (run_ranks(_scaled, ranks, strategy, flag, ranks, more)[0] for flag in (False, True))
+    assert scaled.samples == plain.samples > 0
+    assert scaled.skipped == 0
+    assert scaled.trace == pytest.approx(plain.trace, rel=0.03)
+    assert scaled.grad_sq_norm == pytest.approx(plain.grad_sq_norm, rel=0.03, abs=0.03 * plain.trace / 16)

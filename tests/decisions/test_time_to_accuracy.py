@@ -1,0 +1,268 @@
+"""The controller of density and total end to end: it changes the next messages, and follows a link that moves."""
+
+import logging
+import re
+import time
+from contextlib import contextmanager
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from lightning_hetero import BlockTopK, LookAheadCallback, TTACallback
+from lightning_hetero.comm.collectives import async_ops as sums
+from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile
+from tests.counted import CountedTime
+from tests.helpers import Points, Regressor, fit, run_ranks
+
+BATCH = 5
+FAT, THIN, MEGABIT = 50e6, 2e5, 1.25e5  # bytes per second
+
+
+class Wide(Regressor):
+    """Computes for 15 ms and more by the sample; 480 kB of gradients, 36 kB in a message at a density of 0.3."""
+
+    def __init__(self, counted, by_sample, adam=False):
+        super().__init__()
+        torch.manual_seed(1)
+        self.counted, self.by_sample, self.adam = counted, by_sample, adam
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(5, 20_000), torch.nn.AvgPool1d(5_000), torch.nn.Linear(4, 1)
+        ).float()
+
+        self.used = []
+
+    def forward(self, x):
+        seconds = 0.015 + self.by_sample * len(x)
+        self.counted.spend(seconds / 3)
+        y = self.net(x)
+        y.register_hook(lambda _: self.counted.spend(2 * seconds / 3))
+        return y
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), self.lr) if self.adam else super().configure_optimizers()
+        optimizer.register_step_post_hook(lambda o, *_: self.used.append(o.param_groups[0]["lr"]))
+        return optimizer
+
+
+class Link(L.Callback):
+    """A link whose rate changes at given steps; keeps what the messages of each step were, and what was said."""
+
+    def __init__(self, counted, rates):
+        self.counted, self.rates, self.said = counted, rates, []
+        self.densities, self.sizes, self.totals, self.late, self.moments = [], [], [], [], []
+
+    def on_train_start(self, trainer, pl_module):
+        handler = logging.Handler()
+        handler.emit = lambda record: self.said.append((record.levelname, record.getMessage()))
+        logging.getLogger("lightning_hetero").addHandler(handler)
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.counted.rate = self.rates.get(trainer.global_step, self.counted.rate)
+
+    def on_after_backward(self, trainer, pl_module):
+        exchange = trainer.strategy.engine.compression.averager
+        self.densities.append(exchange.density)
+        late = trainer.strategy.engine.hook_state.staleness
+        self.late.append(late is not None and late.stale_share > 0)
+        self.sizes.append(self.counted.sent)
+        self.totals.append(trainer.strategy.plan.total_batch_size)
+        self.moments.append(self.counted.now)
+
+
+class Rows(DummyLogger):
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append(metrics)
+
+
+@contextmanager
+def counted_time(rank):
+    """Takes the clock and the sums of this process, and gives them back."""
+    with pytest.MonkeyPatch.context() as patch:
+        places = (time, "perf_counter"), (sums, "async_all_reduce"), (sums, "async_all_gather"), (dist, "barrier")
+        for place, name in places:
+            patch.setattr(place, name, getattr(place, name))
+        yield CountedTime(rank, FAT)
+
+
+def _run(rank, rates, settings, kwargs):
+    with counted_time(rank) as counted:
+        return _counted(rank, counted, rates, settings, kwargs)
+
+
+def _counted(rank, counted, rates, settings, kwargs):
+    callback, link, logger = TTACallback(**settings), Link(counted, rates), Rows()
+    strategy = {"compression": BlockTopK(density=0.3), "replan": 8, **kwargs.pop("strategy", {})}
+    model = Wide(counted, kwargs.pop("by_sample", (1e-4, 1e-4))[rank], kwargs.pop("adam", False))
+    batch = kwargs.pop("batch", BATCH)
+    kwargs = {"model": model, "dataset": Points(4000, dtype=torch.float32), "max_steps": 8, **kwargs}
+    callbacks = [callback, link, *kwargs.pop("callbacks", [])]
+    done = fit(rank, strategy, 2, batch, callbacks=callbacks, logger=logger, max_epochs=-1, **kwargs)
+    keep = {name: getattr(link, name) for name in ("densities", "sizes", "totals", "said", "late", "moments")}
+    rates_used = sorted(set(kwargs["model"].used))
+    return {**done, **keep, "rows": logger.rows, "lr": rates_used, "state": callback.state_dict()["planner"]}
+
+
+def run(rates, settings=None, **kwargs):
+    results = run_ranks(_run, 2, rates, settings or {}, kwargs)
+    assert results[0]["densities"] == results[1]["densities"], "ranks send different shares in the same step"
+    np.testing.assert_array_equal(results[0]["weights"], results[1]["weights"])
+    return results
+
+
+def changes(values):
+    return [(a, b) for a, b in zip(values, values[1:], strict=False) if a != b]
+
+
+LINE = r"density [\d.]+ -> [\d.]+: rank [01] sends [\d.]+ MB/s at the least; a step of 10 samples computes for "
+LINE += r"[\d.]+ ms and sends for [\d.]+ ms$"
+
+
+def test_messages_follow_a_link_that_gets_thin_and_a_resumed_run_goes_on_with_them(tmp_path):
+    saving = ModelCheckpoint(dirpath=tmp_path, save_top_k=-1, filename="{step}", every_n_train_steps=56)
+    results = run({0: FAT, 24: THIN}, callbacks=[saving], enable_checkpointing=True, max_steps=56)
+    densities, sizes = results[0]["densities"], results[0]["sizes"]
+    assert set(densities[:8]) == {0.3}, "something changed before anything was measured"
+    assert densities[-1] < densities[23] / 3
+    assert sizes[-1] < sizes[23] / 3
+    lines = [text for level, text in results[0]["said"] if text.startswith("density ") and level == "INFO"]
+    assert len(lines) == len(changes(densities))
+    assert re.match(LINE, lines[0])
+    assert not [text for _, text in results[1]["said"] if text.startswith("density ")], "a rank other than 0 speaks"
+    logged = [row for row in results[0]["rows"] if "hetero/bandwidth" in row]
+    assert {"hetero/bandwidth/rank0", "hetero/bandwidth/rank1", "hetero/time_to_accuracy"} <= set(logged[-1])
+    assert 0.2 * THIN < logged[4]["hetero/bandwidth"] < 2 * THIN
+    assert logged[-1]["hetero/bytes_sent"] < logged[1]["hetero/bytes_sent"] / 3
+    rest = run({56: THIN}, ckpt_path=str(tmp_path / "step=56.ckpt"), max_steps=60)
+    assert set(rest[0]["densities"]) == {results[0]["state"]["density"]}, "a resumed run began with another density"
+
+
+@pytest.mark.parametrize("at", [28, 40])
+def test_a_resumed_run_keeps_the_density_until_eight_new_steps_were_measured(at, tmp_path):
+    """Between two sync rounds; the first time with messages that were timed and not compared yet."""
+    saving = ModelCheckpoint(dirpath=tmp_path, save_top_k=-1, filename="{step}", every_n_train_steps=at)
+    whole = run({0: FAT, 16: THIN}, callbacks=[saving], enable_checkpointing=True, max_steps=72)[0]["densities"]
+    rest = run({at: THIN}, ckpt_path=str(tmp_path / f"step={at}.ckpt"), max_steps=72)[0]["densities"]
+    assert rest[:8] == [whole[at - 1]] * 8
+    assert changes(whole[at:])
+    assert rest[-1] == pytest.approx(whole[-1], rel=0.5)
+
+
+def test_messages_and_split_follow_link_and_workers_within_seconds_and_stay_where_nothing_happens():
+    """Rank 0 is three times as fast by the sample; the link is thin for 56 steps. Seconds are those that are counted.
+
+    What counts is what was done: bytes that set out, and samples that each rank was given.
+    """
+    results = run({56: THIN, 112: FAT}, max_steps=184, batch=20, by_sample=(5e-4, 1.5e-3))
+    moments, sent = results[0]["moments"], results[0]["sizes"]
+    assert sent == results[1]["sizes"]
+    fat, thin, again = sent[55], sent[111], sent[-1]
+    assert thin < fat / 3
+    assert again > fat / 3
+    assert 1 / results[0]["densities"][111] < 100, "so early, that holds back more than all steps so far"
+    assert all(later < earlier for earlier, later in changes(sent[56:112])), "to and fro on the thin link"
+    assert len(changes(sent[88:112])) == 0, "it moves although nothing happens"
+    assert all(later > earlier for earlier, later in changes(sent[112:])), "to and fro on the fat link"
+    assert len(changes(sent[112:])) <= 8
+    first = next(step for step in range(56, 112) if sent[step] == thin)
+    assert moments[first] - moments[56] < 5
+    given = [[len(indices) for *_, indices in r["seen"]] for r in results]
+    assert [first + second for first, second in zip(*given, strict=True)] == [40] * 184
+    assert given[0][0] == 20
+    assert 28 <= min(given[0][40:]) <= max(given[0][40:]) <= 32, "the link was taken for a worker, or to and fro"
+
+
+def test_messages_come_late_once_that_is_worth_its_price_and_take_no_longer_than_computing():
+    """Even the least message takes most of a step on the thin link; on the fat one nothing is to be gained."""
+    results = run({0: FAT, 16: THIN}, {"min_density": 0.02}, max_steps=104, strategy={"staleness": 1})
+    assert results[0]["late"] == results[1]["late"], "ranks delay different steps"
+    late = results[0]["late"]
+    assert not any(late[:16])
+    assert all(late[-8:])
+    assert len(changes(late)) == 1, "to and fro"
+    assert results[0]["densities"][-1] < results[0]["densities"][15]
+    choice = [
+        re.search(r"computes for ([\d.e+]+) ms and sends for ([\d.e+]+) ms, which come a step later", text)
+        for _, text in results[0]["said"]
+    ]
+    computes, sends = map(float, [found for found in choice if found][-1].groups())
+    assert sends <= 1.05 * computes  # they are printed with three digits
+
+
+def test_the_total_follows_link_and_profile_at_the_rate_of_the_script(tmp_path):
+    """Larger totals cost nothing by the profile; on a thin link, with messages of one size, they pay."""
+    points = [(rate, total, 0.0) for rate in (0.0, 0.9, 0.99) for total in (10, 20, 80)]
+    ConvergenceProfile(10, 80, 1.0, tuple(points)).save(tmp_path / "profile.json")
+    settings = {"max_total_batch_size": 40, "profile": tmp_path / "profile.json", "min_density": 0.3, "min_steps": 8}
+    results = run({0: 2e6}, settings, max_steps=64, adam=True)
+    assert results[0]["totals"][0] == 10
+    assert results[0]["totals"][-1] == 40
+    assert results[0]["lr"] == [0.05], "the profile's probes ran with the rate of the script"
+    assert results[0]["state"]["density"] == 0.3
+    sizes = [sum(len(part[2]) for part in step) for step in zip(*(r["seen"] for r in results), strict=True)]
+    assert sizes[-1] == 40, "the next batches are those of the plan"
+
+
+def test_a_stall_changes_nothing_and_a_megabit_is_said_to_be_the_bound():
+    """Five seconds' stall of one step; then 36 kB of messages take 0.3 s of a step that computes for 20 ms."""
+    results = run({20: 7.2e3, 21: FAT, 32: MEGABIT}, {"min_density": 0.3, "max_density": 0.3}, max_steps=44)
+    assert results[0]["steps"] == 44
+    assert set(results[0]["densities"]) == {0.3}
+    said = [(level, text) for level, text in results[0]["said"] if text.startswith("density ")]
+    assert [level for level, _ in said] == ["WARNING"], said
+    (stall,) = [text for level, text in results[0]["said"] if level == "WARNING" and not text.startswith("density ")]
+    assert re.match(r"communication-bound: .* longest (4\.9|5)", stall), "the same link is said to be thin twice"
+    found = re.search(
+        r"sends ([\d.]+) MB/s .* communication-bound: even the least density takes ([\d.]+) ms", said[0][1]
+    )
+    assert 0.05 < float(found[1]) < 0.2
+    assert 200 < float(found[2]) < 1500
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ({"min_density": 0}, ValueError, "min_density=0"),
+        ({"max_density": 1.5}, ValueError, "max_density=1.5"),
+        ({"min_density": 0.1, "max_density": 0.01}, ValueError, "max_density=0.01"),
+        ({"bandwidth": "guess"}, ValueError, "bandwidth='guess'"),
+        ({"profile": 3}, TypeError, "profile=3 is a int"),
+        ({"profile": "no/such/file.json"}, FileNotFoundError, "no/such/file.json"),
+        ({"max_total_batch_size": 0}, ValueError, "max_total_batch_size=0"),
+        ({"min_total_batch_size": 8}, ValueError, "min_total_batch_size=8 has no meaning"),
+        ({"hysteresis": 2}, ValueError, "hysteresis=2"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_refused_by_name(given, error, says):
+    with pytest.raises(error, match=re.escape(says)):
+        TTACallback(**given)
+
+
+def test_a_file_that_is_no_profile_is_refused(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="no convergence profile"):
+        TTACallback(profile=path)
+
+
+@pytest.mark.parametrize("compression", [None, "bf16"])
+def test_gradients_that_have_no_density_are_refused_on_every_rank(compression):
+    errors = run_ranks(_run, 2, {}, {}, {"strategy": {"compression": compression}}, expect_errors=True)
+    assert [rank for rank, *_ in errors] == [0, 1]
+    assert all("compression='block_topk'" in message for *_, message in errors)
+
+
+def test_it_brings_a_noise_scale_only_where_it_needs_one():
+    assert [type(c).__name__ for c in TTACallback(64).companions([])] == ["GNSCallback", "LookAheadCallback"]
+    assert TTACallback().companions([LookAheadCallback()]) == []
+    profile = ConvergenceProfile(32, 512, 0.5, ((0.9, 64, 0.1),))
+    assert [type(c).__name__ for c in TTACallback(64, profile).companions([])] == ["LookAheadCallback"]

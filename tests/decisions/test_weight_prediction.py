@@ -1,0 +1,225 @@
+"""Gradients at the weights that they will meet: by hand, resumed, and what is left of the cost of a delay."""
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from lightning_hetero import BlockTopK, LookAheadCallback
+from lightning_hetero.optim import SparseSGD
+from lightning_hetero.optim.weight_prediction import expected_move
+from tests.helpers import Points, RankError, Regressor, fit, run_ranks
+
+SPLIT = {"local_batch_sizes": [7, 3], "replan": 10_000, "staleness": 1}
+FIRST = 2  # step from which everything is delayed
+
+
+class Delay(L.Callback):
+    """Delays all gradients from a step on; keeps the weights that each forward pass had."""
+
+    def __init__(self, begin=FIRST):
+        self.begin, self.forward, self.after = begin, [], []
+
+    def on_train_start(self, trainer, pl_module):
+        late = trainer.strategy.engine.hook_state.staleness
+        if late is not None:
+            late.control_externally(True)
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        self.forward.append(pl_module.flat().copy())
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.after.append(pl_module.flat().copy())
+        late = trainer.strategy.engine.hook_state.staleness
+        if late is not None and trainer.global_step == self.begin:
+            late.make_all_stale()
+
+
+class Saves(L.Callback):
+    """Saves a checkpoint every five steps."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step % 5 == 0:
+            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+
+def _run(rank, strategy, kwargs):
+    delay = Delay()
+    callbacks = [delay, LookAheadCallback(kwargs.pop("gain", None)), *kwargs.pop("callbacks", [])]
+    done = fit(rank, {**SPLIT, **strategy}, 2, 5, callbacks=callbacks, dataset=Points(60), **kwargs)
+    return {**done, "forward": delay.forward, "after": delay.after}
+
+
+def twice():
+    return 2.0
+
+
+def clip_norm(grads, limit):
+    factor = min(1.0, limit / max(float(torch.stack([g.norm() for g in grads]).norm()), 1e-12))
+    return [g * factor for g in grads]
+
+
+def clip_value(grads, limit):
+    return [g.clamp(-limit, limit) for g in grads]
+
+
+CLIPS = {"norm": (clip_norm, 0.1), "value": (clip_value, 0.02), None: (lambda grads, _: grads, None)}
+
+
+@pytest.mark.parametrize(("gain", "clip"), [(None, None), (twice, None), (None, "norm"), (None, "value")])
+def test_forward_runs_at_the_foretold_weights_and_the_optimizer_at_the_true_ones(gain, clip):
+    """By hand: two workers with 0.7 and 0.3 of a batch, each with its own part of the sum under way, twice at most."""
+    (clips, limit), close = CLIPS[clip], {"rtol": 1e-4 if clip == "norm" else 1e-9, "atol": 1e-12}
+    given = {"gradient_clip_val": limit, "gradient_clip_algorithm": clip} if clip else {}
+    results = run_ranks(_run, 2, {}, {"max_epochs": 2, "gain": gain, **given})
+    for mine, other in zip(results[0]["after"], results[1]["after"], strict=True):
+        np.testing.assert_array_equal(mine, other)
+    model, points = Regressor(), Points(60)
+    optimizer = model.configure_optimizers()
+    own, owed = [None, None], None
+    for step, parts in enumerate(zip(*(r["seen"] for r in results), strict=True)):
+        true = [p.detach().clone() for p in model.parameters()]
+        sums, grads = [torch.zeros_like(p) for p in true], []
+        total = sum(len(indices) for _, _, indices in parts)
+        for rank, (_, _, indices) in enumerate(parts):
+            group, known = optimizer.param_groups[0], [None] * len(true)
+            if own[rank] is not None:
+                known = clips([g * min(1.0, 2 * len(indices) / total) for g in own[rank]], limit)
+            for i, p in enumerate(model.parameters()):
+                move = expected_move(optimizer, group, optimizer.state.get(p, {}), known[i]) if step >= FIRST else None
+                p.data.copy_(true[i] if move is None else true[i] - (2.0 if gain else 1.0) * move)
+            np.testing.assert_allclose(model.flat(), results[rank]["forward"][step], **close)
+            loss = model.loss((points.x[indices], points.y[indices], None))
+            grads.append(torch.autograd.grad(loss, list(model.parameters())))
+            sums = [s + len(indices) / total * g for s, g in zip(sums, grads[-1], strict=True)]
+        late = step >= FIRST
+        given = sums if not late else [torch.zeros_like(s) for s in sums] if owed is None else owed
+        owed, own = (sums, grads) if late else (None, [None, None])
+        for p, value, g in zip(model.parameters(), true, clips(given, limit), strict=True):
+            p.data.copy_(value)
+            p.grad = g
+        optimizer.step()
+        np.testing.assert_allclose(model.flat(), results[0]["after"][step], **close)
+
+
+class Scaled(Regressor):
+    """With a parameter without dimensions, as CLIP's ``logit_scale``, and one without elements."""
+
+    def __init__(self, adamw):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+        self.empty = nn.Parameter(torch.zeros(0, dtype=torch.float64))
+        self.adamw = adamw
+
+    def forward(self, x):
+        return self.net(x) * self.scale.exp() + self.empty.sum()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-3) if self.adamw else super().configure_optimizers()
+
+    def on_before_optimizer_step(self, optimizer):
+        pass
+
+
+def test_a_gain_that_is_no_function_is_refused_at_construction():
+    with pytest.raises(TypeError, match=r"gain=3 is not callable; give a function"):
+        LookAheadCallback(3)
+
+
+def _scaled(rank, given):
+    return [_run(rank, strategy, {"model": Scaled(adamw)}) for strategy, adamw in given]
+
+
+def test_parameters_without_dimensions_and_without_elements_are_foretold_too():
+    blocks = {"compression": "block_topk(density=0.3, block=8, warmup_steps=1)"}
+    given = [({}, False), ({}, True), (blocks, False), ({**blocks, "sparse_optimizer": True}, True)]
+    for one, other in zip(*run_ranks(_scaled, 2, given), strict=True):
+        np.testing.assert_array_equal(one["after"], other["after"])
+        scale = [weights[-1] for weights in one["forward"]]
+        assert np.isfinite(one["weights"]).all()
+        assert len(set(scale[FIRST:])) > 2
+        assert not np.array_equal(one["forward"][-1], one["after"][-2]), "it ran at other weights than the last ones"
+
+
+def test_two_that_would_both_move_the_weights_are_refused():
+    with pytest.raises(RankError, match="2 of LookAheadCallback would both move the weights"):
+        run_ranks(_run, 2, {}, {"callbacks": [LookAheadCallback()]})
+
+
+@pytest.mark.parametrize(
+    "compression", [None, "block_topk(density=0.3, block=8, warmup_steps=1)"], ids=["dense", "blocks"]
+)
+def test_a_resumed_run_looks_ahead_as_the_whole_one_did(tmp_path, compression):
+    strategy, kwargs = {"compression": compression}, {"max_epochs": 2, "callbacks": [Saves(tmp_path)]}
+    whole = run_ranks(_run, 2, strategy, kwargs)
+    rest = run_ranks(_run, 2, strategy, {**kwargs, "ckpt_path": str(tmp_path / "5.ckpt")})
+    for full, part in zip(whole, rest, strict=True):
+        np.testing.assert_array_equal(part["weights"], full["weights"])
+    assert any((a != b).any() for a, b in zip(whole[0]["forward"][1:], whole[0]["after"], strict=False)), "never ahead"
+
+
+class Digits(Regressor):
+    """Digits by a small network, at a learning rate and a momentum at which a delay of one step hurts."""
+
+    def __init__(self, sparse=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+        self.sparse, self.losses = sparse, []
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def on_before_optimizer_step(self, optimizer):
+        """Gradients are not kept."""
+
+    def configure_optimizers(self):
+        return (SparseSGD if self.sparse else torch.optim.SGD)(self.parameters(), lr=0.05, momentum=0.9)
+
+
+KINDS = {
+    "sync": ({}, "delay"),
+    "late": ({"staleness": 1}, "delay"),
+    "late, ahead": ({"staleness": 1}, "ahead"),
+    "sparse, late": ({"compression": BlockTopK(density=0.05), "staleness": 1}, "delay"),
+    "sparse, late, ahead": ({"compression": BlockTopK(density=0.05), "staleness": 1}, "ahead"),
+}
+
+
+CALLBACKS = {
+    "delay": lambda: [Delay(begin=3)],
+    "ahead": lambda: [Delay(begin=3), LookAheadCallback()],
+}
+
+
+def _digits(rank, steps):
+    x, y = load_digits(return_X_y=True)
+    data = TensorDataset(torch.tensor(x / 16.0, dtype=torch.float32), torch.tensor(y))
+    losses = {}
+    for name, (strategy, kind) in KINDS.items():
+        model = Digits(sparse="compression" in strategy)
+        torch.manual_seed(0)
+        strategy = {**strategy, "local_batch_sizes": [32, 32]}
+        callbacks, kwargs = CALLBACKS[kind](), {"max_epochs": -1, "max_steps": steps}
+        fit(rank, strategy, 2, 32, model=model, dataset=data, callbacks=callbacks, **kwargs)
+        losses[name] = model.losses
+    return losses
+
+
+@pytest.mark.slow("trains five networks on digits")
+def test_looking_ahead_leaves_little_of_what_a_delay_costs():
+    """Mean loss of the steps after the first 30, and of the last 30, after the same samples."""
+    results = run_ranks(_digits, 2, 120)
+    losses = {name: np.mean([r[name] for r in results], axis=0) for name in list(KINDS)}
+    mean = {n: (float(loss[30:].mean()), float(loss[90:].mean())) for n, loss in losses.items()}
+    assert mean["late, ahead"][1] < 1.05 * mean["sync"][1], mean
+    assert mean["late, ahead"][0] < 1.1 * mean["sync"][0] < 0.6 * mean["late"][0], mean
+    assert mean["sparse, late, ahead"][0] < 0.6 * mean["sparse, late"][0], mean

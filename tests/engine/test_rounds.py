@@ -1,0 +1,372 @@
+"""What a sync round decides holds from the same step on for all ranks: behind what any of them has drawn."""
+
+import sys
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.batching.cost.weights import CostWeights
+from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.policies.base import Decision, Proposal
+from lightning_hetero.core.policies.static import StaticPlanner
+from lightning_hetero.core.timing.cost.features import share_features
+from lightning_hetero.data import PermutationStream
+from lightning_hetero.data.cost.division import CostDivision
+from lightning_hetero.engine import HeteroEngine
+from lightning_hetero.engine.cost_learning import CostLearning
+from lightning_hetero.session import HeteroSession
+from tests.decisions.told import told_time
+from tests.helpers import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def session_of(rank=0, ranks=1, planner=None, samples=800, batch_size=4, slot=None, seed=0, **config):
+    """A session of one rank with its batches; ``slot`` is another worker's."""
+    if ranks > 1 and not dist.is_initialized():
+        dist.init_process_group("gloo")
+    slot = rank if slot is None else slot
+    engine = HeteroEngine(HeteroConfig(**config), rank=rank, world_size=ranks, device=CPU, local_rank=slot)
+    session = HeteroSession(engine, planner)
+    return session, session.shard(PermutationStream(samples, shuffle=True, seed=seed), batch_size)
+
+
+def steps(session, batches, ahead=0, window=1):
+    """Trains on each batch of a pass, after it is yielded; a loader has drawn so many more batches before."""
+    weight = torch.zeros(1, requires_grad=True)
+
+    def loader():
+        drawn, iterator = deque(), iter(batches)
+        for _ in range(ahead):
+            with suppress(StopIteration):
+                drawn.append(next(iterator))
+        for batch in iterator:
+            drawn.append(batch)
+            yield drawn.popleft()
+        yield from drawn
+
+    for number, batch in enumerate(session.steps(loader)):
+        yield number, len(batch)
+        with session.engine.backward():
+            if (number + 1) % window == 0:
+                session.engine.observer.bucket_done(session.engine.observer.bucket_ready())  # as DDP's hook does
+            weight.sum().backward()
+
+
+@pytest.mark.parametrize(("window", "ahead", "begins"), [(1, 0, 13), (1, 4, 17), (3, 0, 15), (3, 3, 18), (2, 3, 16)])
+def test_a_plan_begins_with_the_first_window_that_nobody_has_drawn(window, ahead, begins):
+    session, batches = session_of()
+    for number, _ in steps(session, batches, ahead, window):
+        if number == 12:
+            entry = session.engine.adopt(BatchPlan(3, (3,)))
+            break
+    assert (entry.epoch, entry.step) == (0, begins)
+
+
+@pytest.mark.parametrize(("not_before", "begins"), [((0, 2), (0, 5)), ((0, 9), (0, 9)), ((1, 0), (1, 0))])
+def test_a_plan_begins_no_earlier_than_asked_for_and_changes_no_batch_before(not_before, begins):
+    session, batches = session_of(samples=80)
+    sizes = []
+    for number, size in steps(session, batches):
+        sizes.append(size)
+        if number == 4:
+            entry = session.engine.adopt(BatchPlan(2, (2,)), not_before=not_before)
+    assert (entry.epoch, entry.step) == begins
+    changed = begins[1] if begins[0] == 0 else len(sizes)
+    assert sizes == [4] * changed + [2] * ((80 - 4 * changed) // 2)
+    assert next(size for _, size in steps(session, batches)) == 2
+
+
+def _one_is_ahead(rank, ahead):
+    session, batches = session_of(rank, 2)
+    for number, _ in steps(session, batches, 5 if rank == ahead else 0):
+        if number == 1:
+            step = session.adopt(BatchPlan(8, (5, 3))).step
+            break
+    session.close()
+    return step
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_plan_begins_behind_the_rank_that_has_drawn_most(ahead):
+    assert run_ranks(_one_is_ahead, 2, ahead) == [7, 7]
+
+
+@pytest.mark.parametrize(("name", "size"), [("min_local_batch_size", 1), ("local_batch_multiple", 3)])
+def test_a_plan_that_a_rank_cannot_run_is_refused(name, size):
+    session, _ = session_of(**{name: 2})
+    with pytest.raises(ValueError, match=f"{name}=2"):
+        session.adopt(BatchPlan(size, (size,)))
+    assert [entry.plan.local_batch_sizes for entry in session.engine.plan_history] == [(4,)]
+
+
+# what planners are told
+
+
+@dataclass(frozen=True)
+class Counts(StaticPlanner):
+    """Knows more after each decision, and proposes a total."""
+
+    seen: int = 0
+    total: int | None = None
+
+    def initial(self, context):
+        return None
+
+    def predict(self, plan, context):
+        return float(self.seen)
+
+    def decide(self, observations, current, context):
+        plan = None if self.total is None else Proposal(BatchPlan(self.total, (self.total,)), "why not")
+        return Decision(replace(self, seen=self.seen + 1), plan)
+
+
+def observed():
+    """An engine that has measured some steps, none of which a round has seen."""
+    session, batches = session_of(replan="epoch")
+    for number, _ in steps(session, batches):
+        if number == 8:
+            break
+    return session.engine
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_in_the_last_round_the_planner_learns_and_nothing_changes(last):
+    engine = observed()
+    done = engine.exchange(Counts(total=4), not_before=(0, 9), last=last)
+    assert (done.planner.seen, done.predicted) == (1, 1.0), "it is that of the planner that has seen the steps"
+    assert (done.entry is None) == last
+    assert len(engine.plan_history) == (1 if last else 2)
+
+
+def test_a_planner_that_changes_the_total_without_saying_so_is_refused():
+    with pytest.raises(ValueError, match="Counts changes the total batch"):
+        observed().exchange(Counts(total=5))
+
+
+def test_a_backward_pass_is_needed_again_for_the_batch_after_an_optimizer_step():
+    session, batches = session_of()
+    for number, _ in steps(session, batches):
+        if number:
+            session.engine.check_backward()
+            break
+    run = session.steps(lambda: iter(batches))
+    next(run)
+    with pytest.raises(RuntimeError, match="called directly"):
+        session.engine.check_backward()
+
+
+# what is measured
+
+
+def test_neither_a_round_nor_writing_a_checkpoint_is_part_of_a_step():
+    """Steps take a second; a checkpoint behind the sixth takes a hundred."""
+    with told_time() as clock:
+        session, batches = session_of(replan=10)
+        engine, found = session.engine, []
+        session.on_metrics = lambda metrics: (found.append(engine.observations()), clock.spend(50.0))
+        for number, _ in steps(session, batches):
+            clock.spend(1.0)
+            if number == 5:
+                session.state_dict()
+                clock.spend(100.0)
+            if number == 30:
+                break
+    times = np.concatenate([one.step_time[:, 0] for one in found])
+    assert len(found) == 3
+    assert np.nanmax(times) == np.nanmin(times) == 1.0
+    assert 0 < np.isnan(times).sum() <= 4
+
+
+def _without_samples(rank):
+    """Rank 1 has no samples, and runs one of rank 0's with weight 0."""
+    session, batches = session_of(rank, 2, local_batch_sizes=(8, 0))
+    for number, _ in steps(session, batches):
+        if number == 8:
+            break
+    session.engine.exchange(None)
+    seen = np.unique(session.engine.observations().local_batch_sizes, axis=0).tolist()
+    session.engine.exchange(None)
+    assert session.engine.observations().num_steps > 0, "observations stay until there are newer ones"
+    session.close()
+    return seen, session.engine.own_size
+
+
+def test_what_is_timed_is_the_batch_that_was_run():
+    assert run_ranks(_without_samples, 2) == [([[8.0, 1.0]], 8), ([[8.0, 1.0]], 0)]
+
+
+# bounds
+
+
+def _sharded(rank, config, needs, seeds=(0, 0)):
+    """Bounds of both ranks as each of them knows them, and the sizes of the first step."""
+    session, _ = session_of(rank, 2, samples=40, batch_size=5, seed=seeds[rank], **config)
+    engine = session.engine
+    for number in needs[rank]:
+        engine.data.require_samples(number)
+    session.reshard()
+    workers, sizes = engine.workers, engine.plan.local_batch_sizes
+    session.close()
+    return workers.min_local, workers.max_local, sizes
+
+
+@pytest.mark.parametrize(
+    ("config", "needs", "bounds", "sizes"),
+    [
+        ({"max_local_batch_sizes": (4, 7)}, ((), ()), (1, (4, 7)), (4, 6)),
+        ({"max_local_batch_sizes": (7, 4)}, ((), ()), (1, (7, 4)), (6, 4)),
+        ({"local_batch_sizes": (9, 3)}, ((), ()), (1, None), (9, 3)),
+        ({}, ((3, 2), ()), (3, None), (5, 5)),  # batch normalisation needs two samples, another part three
+        ({}, ((), (2, 3)), (3, None), (5, 5)),
+    ],
+    ids=str,
+)
+def test_each_rank_gets_as_much_as_it_can_hold_and_what_one_needs_all_get(config, needs, bounds, sizes):
+    assert run_ranks(_sharded, 2, config, needs) == [(*bounds, sizes)] * 2
+
+
+def test_ranks_that_draw_another_order_are_told():
+    errors = run_ranks(_sharded, 2, {}, ((), ()), (0, 1), expect_errors=True)
+    assert [(rank, kind) for rank, kind, _ in errors] == [(0, "PlanMismatchError"), (1, "PlanMismatchError")]
+    assert all("training data" in message for *_, message in errors)
+
+
+def _falls(rank, config, planner, bounds):
+    """The memory bounds of both ranks fall in the run; the plans of the round behind that, and of the last one."""
+    session, _ = session_of(rank, 2, **config)
+    engine = session.engine
+    if bounds[rank]:
+        engine.data.lower_memory_bound(bounds[rank])
+    kept = engine.exchange(planner, last=True).entry
+    try:
+        entry = engine.exchange(planner).entry
+        return kept, None if entry is None else entry.plan.local_batch_sizes
+    finally:
+        session.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "planner", "sizes"),
+    [
+        ({"policy": "even"}, None, (6, 2)),
+        ({}, StaticPlanner(), (6, 2)),
+        ({"local_batch_sizes": (4, 4)}, None, None),  # what the user has fixed keeps its sizes
+    ],
+)
+def test_all_ranks_take_a_plan_within_the_bound_of_one_unless_training_ends(config, planner, sizes):
+    assert run_ranks(_falls, 2, config, planner, (None, 2)) == [(None, sizes)] * 2
+
+
+def test_a_total_that_no_longer_fits_is_an_error_on_all_ranks():
+    errors = run_ranks(_falls, 2, {}, None, (3, 3), expect_errors=True)
+    assert [(rank, kind) for rank, kind, _ in errors] == [(0, "ValueError"), (1, "ValueError")]
+    assert all("total batch of 8" in text for *_, text in errors)
+
+
+# plans of a checkpoint
+
+
+def _goes_on(rank, slots, later, planner, batch_size):
+    """Two plans, one of which is yet to come; then another session goes on from the state of a step."""
+    first, batches = session_of(rank, 2, batch_size=5, samples=120)
+    first.adopt(BatchPlan(10, (7, 3)), "running")
+    for number, _ in steps(first, batches):
+        if number == 3 and later:
+            first.engine.adopt(BatchPlan(10, (8, 2)), "later", not_before=(0, 8))
+        if number == 5:
+            state = first.state_dict()
+            break
+    again, _ = session_of(rank, 2, batch_size=batch_size, samples=120, slot=slots[rank], planner=planner, policy=None)
+    again.load_state_dict(state)
+    batches = again.shard(PermutationStream(120, shuffle=True, seed=0), batch_size)
+    again.skip()
+    sizes = [size for _, size in steps(again, batches)]
+    first.close(), again.close()
+    return sizes[:2], sizes[-2], [(entry.step, entry.reason) for entry in again.engine.plan_history]
+
+
+@dataclass(frozen=True)
+class MovesTotal(StaticPlanner):
+    moves_total: bool = True
+
+
+@pytest.mark.parametrize(
+    ("slots", "planner", "batch_size", "first", "last"),
+    [
+        ((0, 1), StaticPlanner(), 5, (7, 3), (8, 2)),
+        ((0, 5), StaticPlanner(), 5, (5, 5), (5, 5)),  # other workers begin anew
+        ((0, 1), StaticPlanner(), 10, 20, 20),  # a total is that of the loader
+        ((0, 1), MovesTotal(), 10, (7, 3), (8, 2)),  # unless the policy moves it
+    ],
+)
+def test_a_run_goes_on_with_the_plans_of_its_checkpoint(slots, planner, batch_size, first, last):
+    found = run_ranks(_goes_on, 2, slots, first != 20, planner, batch_size)
+    for ran, expected in (
+        (tuple(begins[-1] for begins, *_ in found), first),
+        (tuple(end for _, end, _ in found), last),
+    ):
+        assert ran == expected or sum(ran) == expected
+    assert found[0][2] == found[1][2]
+
+
+def test_stale_sums_are_saved_again_where_no_model_and_no_data_has_come():
+    engine = HeteroEngine(HeteroConfig(), rank=0, world_size=1, device=CPU)
+    held = {"delayed": ["w"], "sums": {"w": torch.ones(2)}}
+    engine.load_state_dict({"staleness": held})
+    assert engine.state_dict() == {"staleness": held}
+
+
+# what costs of samples teach
+
+PLAN, DIVISION = BatchPlan(12, (8, 4)), CostDivision(np.ones(12), CostWeights.of("cost"))
+
+
+def seen(count, seed=0, sizes=(8, 4), speeds=(1.0, 2.0)):
+    """Steps that take as long as the padded cost of each share."""
+    rng = np.random.default_rng(seed)
+    work = np.array([[share_features(rng.lognormal(0, 0.6, n)) for n in sizes] for _ in range(count)])
+    compute = 3.0 + np.array(speeds) * (work @ np.array((0, 0, 1, 0, 0))) * np.exp(rng.normal(0, 0.01, (count, 2)))
+    planned, zero = np.tile(np.array(sizes, dtype=float), (count, 1)), np.zeros((count, 2))
+    return StepObservations(planned, 0.5 * compute, 0.5 * compute, zero, zero, zero, compute, work=work)
+
+
+def test_learned_weights_of_costs_are_proposed_once_or_carried_by_a_plan():
+    learning = CostLearning(DIVISION)
+    few = learning.observe(seen(3), PLAN)
+    assert learning.carried_by(Decision(None, kept="few"), PLAN) == Decision(None, kept="few")
+    reduced = learning.observe(seen(40), PLAN)
+    assert (reduced.compute.std(axis=0) < 0.2 * seen(40).compute.std(axis=0)).all(), "planners see what does not vary"
+    assert few.num_steps == 3
+    alone = learning.carried_by(Decision(None, kept="nothing to gain"), PLAN)
+    assert (alone.proposal.plan.local_batch_sizes, alone.kept) == (PLAN.local_batch_sizes, None)
+    assert min(alone.proposal.plan.cost.fixed) > 0.5, "what a step costs whatever its share"
+    proposed = Proposal(BatchPlan(12, (9, 3)), "faster")
+    old = replace(PLAN, cost=CostWeights.of("samples"))
+    for running in (PLAN, old):
+        carried = learning.carried_by(Decision(None, proposed), running).proposal.plan
+        assert (carried.local_batch_sizes, carried.cost.theta) == ((9, 3), alone.proposal.plan.cost.theta)
+    own = Proposal(replace(proposed.plan, cost=CostWeights.of("samples")), "given")
+    assert learning.carried_by(Decision(None, own), PLAN).proposal == own
+    learning.observe(seen(40, seed=1), alone.proposal.plan)
+    assert learning.carried_by(Decision(None), alone.proposal.plan).proposal is None, "they have hardly changed"
+
+
+@pytest.mark.parametrize("row", [2, 4, 6], ids=["padded", "packed", "fixed"])
+def test_the_learned_split_by_cost_is_near_the_optimum(row, monkeypatch):
+    """The closed loop with the default planner, on a seed that the benchmark does not have."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    benchmark = import_module("lengths")
+    monkeypatch.delitem(sys.modules, "lengths")
+    found = benchmark.measure(*benchmark.ROWS[row][2:], seed=11)
+    assert found["cost"] > 0.95
+    assert found["cost"] == max(found.values())

@@ -1,0 +1,166 @@
+"""Folders of checkpoints: what has changed since it was written is named, and the newest whole one is found."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
+from lightning_hetero.core import DamagedCheckpointError
+from lightning_hetero.frontend.checkpoint_folder import (
+    CHECKSUM_FILE,
+    STATE_FILE,
+    begin_folder,
+    damage_in,
+    end_folder,
+    newest_folder,
+    whole_folder,
+)
+from tests.helpers import run_ranks
+
+FILES = {"model.safetensors": b"weights" * 30, "optimizer.bin": b"state" * 30, "random_states_1.pkl": b"random" * 30}
+
+
+def written(folder, files=FILES):
+    begin_folder(folder)
+    torch.save({"epoch": 1}, folder / STATE_FILE)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    end_folder(folder)
+    return folder
+
+
+def flip(path, at=100, bit=1):
+    content = bytearray(path.read_bytes())
+    content[at] ^= bit
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "a bit": flip,
+    "its end": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "all of it": os.remove,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_file_that_changed_is_named(damage, tmp_path):
+    for name in (*FILES, STATE_FILE):
+        folder = written(tmp_path / name)
+        assert damage_in(folder) == ""
+        DAMAGES[damage](folder / name)
+        assert damage_in(folder).startswith(name)
+        assert ("missing" in damage_in(folder)) == (damage == "all of it")
+
+
+@pytest.mark.parametrize("days", [-1, 1])
+def test_a_clock_that_is_set_while_files_are_written_does_not_matter(days, tmp_path):
+    for _ in range(2):  # into a new folder, and into one with files of before
+        begin_folder(tmp_path)
+        now = (tmp_path / CHECKSUM_FILE).stat().st_mtime + 86_400 * days
+        for name, content in FILES.items():
+            (tmp_path / name).write_bytes(content)
+            os.utime(tmp_path / name, (now, now + len(content)))
+        end_folder(tmp_path)
+        for name in FILES:
+            flip(tmp_path / name)
+            assert name in damage_in(tmp_path)
+            flip(tmp_path / name)
+
+
+def test_every_byte_and_every_end_of_the_checksums_matters(tmp_path):
+    folder = written(tmp_path / "state", {"model.safetensors": b"weights"})
+    path = folder / CHECKSUM_FILE
+    content = path.read_bytes()
+    for at in range(len(content)):
+        flip(path, at, 1 << at % 8)
+        assert damage_in(folder), at
+        path.write_bytes(content[:at])
+        assert damage_in(folder), at
+        path.write_bytes(content)
+    assert damage_in(folder) == ""
+
+
+def test_what_was_killed_while_it_was_written_is_not_whole(tmp_path):
+    folder = tmp_path / "state"
+    folder.mkdir()
+    assert damage_in(folder)
+    begin_folder(folder)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    assert damage_in(folder)
+    assert damage_in(written(folder)) == ""
+    begin_folder(folder)  # it is written a second time
+    assert damage_in(folder)
+
+
+def _ends_folder(rank, folder):
+    dist.init_process_group("gloo")
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:  # its host does not list the file yet
+            seen = lambda path: path.name != "model.safetensors" and os.path.isfile(path)  # noqa: E731
+            patch.setattr(Path, "is_file", seen)
+        control = ControlPlane(rank, 2)
+        end_folder(folder, control)
+        control.failures.end()
+
+
+def test_a_file_that_another_host_does_not_see_yet_is_whole(tmp_path):
+    begin_folder(tmp_path)
+    for name in ("a.bin", "model.safetensors"):
+        (tmp_path / name).write_bytes(b"state")
+    run_ranks(_ends_folder, 2, tmp_path, start="fork")
+    assert damage_in(tmp_path) == ""
+    (tmp_path / "model.safetensors").write_bytes(b"other")
+    assert damage_in(tmp_path) != ""
+
+
+def test_files_of_the_users_and_folders_without_checksums_are_as_they_are(tmp_path):
+    folder = tmp_path / "state"
+    (folder / "inside").mkdir(parents=True)
+    (folder / "theirs.pt").write_bytes(b"before")
+    os.utime(folder / "theirs.pt", (1, 1))
+    written(folder, {**FILES, "config.json": b"{}", "inside/model.bin": b"another"})
+    for name in ("theirs.pt", "config.json", "later.bin", "inside/model.bin"):
+        (folder / name).write_bytes(b"now")
+    assert damage_in(folder) == ""
+    (folder / CHECKSUM_FILE).unlink()  # as plain Accelerate writes them
+    flip(folder / "model.safetensors")
+    assert damage_in(folder) == ""
+    DAMAGES["its end"](folder / STATE_FILE)
+    assert damage_in(folder).startswith(STATE_FILE)
+
+
+@pytest.fixture
+def series(tmp_path):
+    for name in ("checkpoint-8", "checkpoint-9", "checkpoint-10", "best-11"):
+        written(tmp_path / name)
+    return tmp_path
+
+
+def test_the_newest_whole_folder_of_a_series_is_taken_with_a_warning(series, caplog):
+    assert newest_folder(series).name == "best-11"
+    assert whole_folder(series / "checkpoint-10") == series / "checkpoint-10"
+    flip(series / "checkpoint-10" / "model.safetensors")
+    (series / "checkpoint-8" / "trainer_state.json").write_text("{}")
+    with caplog.at_level("WARNING", "lightning_hetero"):
+        assert whole_folder(series / "checkpoint-10", newest=True) == series / "checkpoint-9"
+        needed = whole_folder(series / "checkpoint-10", newest=True, needed=("trainer_state.json",))
+    assert needed == series / "checkpoint-8"
+    assert len(caplog.messages) == 2
+    for text in ("checkpoint-10", "model.safetensors", str(series / "checkpoint-9")):
+        assert text in caplog.messages[0]
+
+
+def test_a_folder_that_was_asked_for_by_name_is_an_error_that_names_a_whole_one(series):
+    for damaged, whole in (
+        ("checkpoint-10", "checkpoint-9"),
+        ("checkpoint-9", "checkpoint-8"),
+        ("checkpoint-8", "none"),
+    ):
+        flip(series / damaged / "model.safetensors")
+        for newest in (False, True) if whole == "none" else (False,):
+            with pytest.raises(DamagedCheckpointError, match=f"checkpoint-10.*model.safetensors.*{whole}"):
+                whole_folder(series / "checkpoint-10", newest=newest)

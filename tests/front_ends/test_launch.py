@@ -1,0 +1,454 @@
+"""``lightning-hetero launch`` and ``config``, and real launches of scripts for plain Accelerate."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from lightning_hetero import cli
+from lightning_hetero.accelerate.plugin import NAMES
+from lightning_hetero.cli.launch import read_config
+from tests.helpers import free_port
+from tests.warm.interpreter import warmed
+
+BIN = Path(sys.executable).parent
+ROOT = Path(__file__).parents[2]
+
+
+def gpus(monkeypatch, count):
+    for module in (torch.cuda, getattr(torch, "accelerator", torch.cuda)):
+        monkeypatch.setattr(module, "device_count", lambda: count)
+        monkeypatch.setattr(module, "is_available", lambda: count > 0)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What Accelerate would start, after it has read and checked its own file; on a machine without GPUs."""
+    seen = []
+    monkeypatch.setattr("accelerate.commands.launch.multi_gpu_launcher", seen.append)
+    gpus(monkeypatch, 0)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+    monkeypatch.setattr(os, "environ", kept)
+    return seen
+
+
+def config_file(folder, **settings):
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    return str(folder / "config.yaml")
+
+
+def refused(*arguments):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(list(arguments))
+    assert stopped.value.code == 2
+
+
+MACHINES = ["--cpu", "--num_machines", "2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--hetero_policy", "fastest"], "--hetero_policy fastest"),
+        (["--hetero_replan", "never"], "--hetero_replan never"),
+        (["--hetero_density", "7"], "--hetero_density 7"),
+        (["--hetero_density="], "--hetero_density"),
+        (["--hetero_min_total_batch_size", "8"], "--hetero_min_total_batch_size 8"),
+        (["--config_file", "/nowhere.yaml"], "--config_file /nowhere.yaml"),
+        (["--config_file", "list.yaml"], "--config_file list.yaml"),
+        (["--config_file", "section.yaml"], "hetero_config"),
+        (["--config_file", "replan.yaml"], "hetero_config.replan=never"),
+        (["--config_file", "two.yaml"], "--main_process_ip"),
+        (["--config_file", "plan.yaml"], "distributed_type"),
+        (["--cpu", "--tpu"], "--tpu"),
+        (["--cpu", "--num_processes", "-2"], "--num_processes -2"),
+        (["--cpu", "--num_processes", "0"], "--num_processes 0"),
+        (["--cpu", "--num_machines", "0"], "--num_machines 0"),
+        (MACHINES, "--machine_rank and --main_process_ip"),
+        ([*MACHINES, "--machine_rank", "1"], "--main_process_ip"),
+        (["--num_processes", "2"], "--cpu"),  # they would train alone, one beside the other
+        (["--num_processes", "2", "--multi_gpu"], "--cpu"),
+        (["--config_file", "alone.yaml"], "--cpu"),
+    ],
+    ids=str,
+)
+def test_a_bad_flag_or_file_is_named_before_anything_starts(arguments, says, tmp_path, monkeypatch, capsys, started):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("accelerate.commands.launch.default_config_file", "none.yaml")
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", "none.yaml")
+    two = {"distributed_type": "MULTI_CPU", "use_cpu": True, "num_processes": 4, "num_machines": 2, "machine_rank": 1}
+    contents = {
+        "list": [1],
+        "section": {"hetero_config": 3},
+        "replan": {"hetero_config": {"replan": "never"}},
+        "plan": {"workers": 3},
+        "two": two,
+        "alone": {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "num_processes": 3},
+    }
+    for name, content in contents.items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    refused("launch", *arguments, "script.py")
+    assert says in capsys.readouterr().err
+    assert not started
+
+
+def test_gpus_that_a_file_leaves_unused_are_an_error(tmp_path, monkeypatch, capsys, started):
+    gpus(monkeypatch, 2)
+    path = config_file(tmp_path, compute_environment="LOCAL_MACHINE", distributed_type="NO", num_processes=2)
+    refused("launch", "--config_file", path, "script.py")
+    assert "distributed_type: MULTI_GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "variables"),
+    [
+        ({"use_cpu": True, "num_processes": 3}, (), {}),
+        ({"distributed_type": "MULTI_CPU", "num_processes": 3}, (), {}),
+        ({"num_processes": 2}, ("--cpu", "--num_processes", "3"), {}),
+        ({"num_processes": 3}, (), {"ACCELERATE_USE_CPU": "yes"}),
+        ({"distributed_type": "NO", "num_processes": 3}, ("--cpu",), {}),
+    ],
+    ids=str,
+)
+def test_several_cpu_workers_are_started_together(config, options, variables, tmp_path, started):
+    os.environ.update(variables)
+    path = config_file(tmp_path, compute_environment="LOCAL_MACHINE", **config)
+    assert cli.main(["launch", "--config_file", path, *options, "script.py"]) == 0
+    assert [given.num_processes for given in started] == [3]
+    assert os.environ["ACCELERATE_USE_CPU"] == "true"
+
+
+def test_a_machine_that_knows_its_place_is_started(tmp_path, started):
+    given = {"distributed_type": "MULTI_GPU", "num_processes": 4, "main_process_ip": "10.0.0.1", "machine_rank": 1}
+    path = config_file(tmp_path, **given)
+    assert cli.main(["launch", "--cpu", "--config_file", path, "--num_machines", "2", "script.py"]) == 0
+    assert [(given.num_machines, int(given.machine_rank)) for given in started] == [(2, 1)]
+
+
+def test_a_launch_that_is_no_group_of_processes_is_left_to_accelerate(tmp_path, monkeypatch, started):
+    for name in ("tpu_pod_launcher", "deepspeed_launcher", "simple_launcher"):
+        monkeypatch.setattr(f"accelerate.commands.launch.{name}", started.append)
+    many = {"distributed_type": "MULTI_CPU", "num_processes": 4, "num_machines": 2}
+    path = config_file(tmp_path, **many, mpirun_config={"mpirun_ccl": "1"})
+    assert cli.main(["launch", "--tpu", "--tpu_cluster", "--num_machines", "2", "script.py"]) == 0
+    assert cli.main(["launch", "--config_file", path, "script.py"]) == 0
+    assert len(started) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (ChildFailedError("script.py", {1: ProcessFailure(1, 123, 9, "")}), 1, "script.py"),
+        (SignalException("process got a signal", signal.SIGINT), 130, "SIGINT"),
+        (SignalException("process got a signal", signal.SIGTERM), 143, "SIGTERM"),
+    ],
+)
+def test_workers_that_fail_end_the_launch_with_a_code_and_no_traceback(error, code, says, monkeypatch, capsys, started):
+    def failed(arguments):
+        raise error
+
+    monkeypatch.setattr("accelerate.commands.launch.multi_gpu_launcher", failed)
+    assert cli.main(["launch", "--cpu", "--num_processes", "2", "script.py"]) == code
+    told = capsys.readouterr().err
+    assert says in told
+    assert "Traceback (most" not in told.partition("script.py FAILED")[0]
+
+
+def test_a_launch_says_when_torch_will_not_call_us_and_what_is_misspelt(monkeypatch, caplog, capsys, started):
+    monkeypatch.setattr("lightning_hetero.frontend.log.log.propagate", True)
+    launch = ["launch", "--multi_gpu", "--num_processes", "2", "--cpu", "script.py"]
+    cli.main(launch)
+    assert "AUTOLOAD" not in caplog.text
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    cli.main(launch)
+    assert len(started) == 2
+    assert "AUTOLOAD" in caplog.text
+    os.environ["ACCELERATE_HETERO_POLCY"] = "pid"
+    refused(*launch)
+    assert "ACCELERATE_HETERO_POLICY" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("beside", [(), ("--multi_gpu", "--config_file", "run.yaml")], ids=["alone", "with options"])
+def test_the_launchers_help_shows_every_option_of_ours_and_accelerates(beside, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["launch", *beside, "--help"])
+    assert ended.value.code == 0
+    words = [word.rstrip(",") for word in capsys.readouterr().out.split() if word.startswith("-")]
+    assert {f"--hetero_{name}" for name in NAMES} <= set(words)
+    theirs = [set(action.option_strings) for action in launch_command_parser()._actions if action.option_strings]
+    assert len(theirs) > 100
+    assert not [names for names in theirs if not names & set(words)]
+
+
+def test_without_accelerate_the_extra_is_named(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "lightning_hetero.cli.launch")
+    monkeypatch.setitem(sys.modules, "accelerate.commands.launch", None)
+    assert cli.main(["launch", "script.py"]) == 2
+    assert "lightning-hetero[accelerate]" in capsys.readouterr().err
+
+
+# the questions of `config`
+
+
+def asked(monkeypatch, path, *answers):
+    """Type answers, an empty line for each that is left out at the end."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(answers) + "\n" * 20))
+    return cli.main(["config", "--config_file", str(path)])
+
+
+def test_config_asks_again_what_is_wrong_and_launch_reads_its_file(tmp_path, monkeypatch, capsys, started):
+    path = tmp_path / "my run.yaml"
+    assert asked(monkeypatch, path, "0", "two", "2", "", "true", "", "pid", "", "100", "", "sometimes", "epoch") == 0
+    told = capsys.readouterr()
+    for wrong in ("num_processes='0'", "num_processes='two'", "replan='sometimes'"):
+        assert wrong in told.err
+    assert "'my run.yaml'" in told.out.replace(f"{tmp_path}/", ""), "how to start, with a name of several words"
+    config, section = read_config(str(path))
+    assert section == {"policy": "pid", "max_local_batch_sizes": 100, "replan": "epoch"}
+    assert (config["num_processes"], config["distributed_type"]) == (2, "MULTI_CPU")
+    assert asked(monkeypatch, path, "even") == 0
+    assert read_config(str(path)) == (config, {"policy": "even"})
+    cli.main(["launch", "--config_file", str(path), "script.py"])
+    assert started[0].num_processes == 2
+    assert os.environ["ACCELERATE_HETERO_POLICY"] == "even"
+
+
+def test_config_of_several_machines_and_compression(tmp_path, monkeypatch, capsys, started):
+    path = tmp_path / "config.yaml"
+    machines = ("4", "3", "2", "2", "1", "", "10.0.0.7", "99999", "29511")
+    settings = ("perf_model", "24,12", "24,12,16,8", "", "", "", "", "gzip", "block_topk", "3", "0.05")
+    assert asked(monkeypatch, path, *machines, "maybe", "true", "fp64", "no", *settings) == 0
+    told = capsys.readouterr().err
+    wrong = ("num_machines='3'", "machine_rank='2'", "main_process_ip=''", "main_process_port='99999'")
+    wrong += ("use_cpu='maybe'", "mixed_precision='fp64'", "local_batch_sizes=[24, 12]", "'gzip'", "density=3")
+    assert [text for text in wrong if text not in told] == []
+    expected = {"local_batch_sizes": [24, 12, 16, 8], "compression": "block_topk", "density": 0.05}
+    assert read_config(str(path))[1] == expected
+    cli.main(["launch", "--config_file", str(path), "script.py"])
+    given = started[0]
+    assert (given.num_machines, given.machine_rank, given.num_processes) == (2, 1, 4)
+    assert (given.main_process_ip, given.main_process_port) == ("10.0.0.7", 29511)
+    variables = [os.environ[f"ACCELERATE_HETERO_{name}"] for name in ("COMPRESSION", "DENSITY")]
+    assert variables == ["block_topk", "0.05"]
+
+
+@pytest.mark.parametrize(("count", "kind", "on_cpu"), [(0, "MULTI_CPU", True), (3, "MULTI_GPU", False)])
+def test_default_answers_fit_the_machine(count, kind, on_cpu, tmp_path, monkeypatch, capsys, started):
+    gpus(monkeypatch, count)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(3)), raising=False)
+    monkeypatch.setattr("lightning_hetero.hardware.Path", lambda path: tmp_path / "no quota")
+    path = tmp_path / "config.yaml"
+    assert asked(monkeypatch, path) == 0
+    config, section = read_config(str(path))
+    assert (config["num_processes"], config["use_cpu"], config["distributed_type"]) == (3, on_cpu, kind)
+    assert section == {}
+    questions = capsys.readouterr().out
+    assert "[]" not in questions, "each question says what an empty line answers"
+    cli.main(["launch", "--config_file", str(path), "script.py"])
+    assert [given.num_processes for given in started] == [3]
+    assert os.environ.get("ACCELERATE_USE_CPU") == ("true" if on_cpu else None)
+
+
+def test_config_writes_nothing_if_answers_end_early(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("2\n"))
+    assert cli.main(["config", "--config_file", str(tmp_path / "config.yaml")]) == 2
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "path", ["nowhere/run.yaml", ".", "list.yaml", "bad.yaml", "", "n" * 300, "list.yaml/run.yaml"]
+)
+def test_a_file_that_cannot_be_is_refused_before_the_first_question(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    (tmp_path / "bad.yaml").write_bytes(b"\xff\xfe\x00")
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n" * 20))
+    refused("config", "--config_file", path)
+    written = capsys.readouterr()
+    assert path in written.err
+    assert not written.out
+
+
+# real launches
+
+PLAIN = """
+import json, sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+accelerator = Accelerator()
+set_seed(0)
+x = torch.randn(70, 4, dtype=torch.float64)
+data = TensorDataset(x, x.sum(1, keepdim=True))
+model = nn.Linear(4, 1, dtype=torch.float64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+loader = DataLoader(data, batch_size=int(sys.argv[1]), shuffle=True, generator=torch.Generator().manual_seed(5))
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for epoch in range(2):
+    for inputs, targets in loader:
+        accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+        optimizer.step()
+        optimizer.zero_grad()
+if accelerator.is_main_process:
+    history = [e.plan.local_batch_sizes for e in getattr(accelerator, "plan_history", ())]
+    weights = [w for p in model.parameters() for w in p.flatten().tolist()]
+    print(json.dumps({"weights": weights, "processes": accelerator.num_processes, "history": history}), flush=True)
+accelerator.end_training()
+"""
+CHANGES = {  # the two lines that a script for plain Accelerate changes
+    "from accelerate import Accelerator": "from lightning_hetero.accelerate import HeteroAccelerator",
+    "accelerator = Accelerator()": "accelerator = HeteroAccelerator()",
+}
+
+
+def execute(*command, limit=120, warm=True, **env):
+    """Exit code and output of a command; its processes are ended if it takes longer.
+
+    Each has to import torch if it is not ``warm``, and with it ours if the flag asks for it.
+    """
+    defaults = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
+    process = subprocess.Popen(
+        warmed(*command) if warm else list(map(str, command)),
+        env={**os.environ, **defaults, "PYTHONPATH": str(ROOT), **env},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"{command} was not done within {limit} s; it printed:\n{output}")
+    return process.returncode, output
+
+
+def torchrun(*arguments, processes=2, **env):
+    return execute(BIN / "torchrun", f"--nproc_per_node={processes}", f"--master_port={free_port()}", *arguments, **env)
+
+
+def launched(*arguments, **env):
+    return execute(BIN / "lightning-hetero", "launch", "--main_process_port", free_port(), *arguments, **env)
+
+
+def result_of(run):
+    code, output = run
+    assert code == 0, output
+    return json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+
+
+@pytest.fixture
+def scripts(tmp_path):
+    """A script for plain Accelerate, and the same with two lines changed."""
+    changed = PLAIN
+    for before, after in CHANGES.items():
+        assert changed.count(before) == 1
+        changed = changed.replace(before, after)
+    (tmp_path / "plain.py").write_text(PLAIN)
+    (tmp_path / "hetero.py").write_text(changed)
+    return tmp_path / "plain.py", tmp_path / "hetero.py"
+
+
+SIZES = {"ACCELERATE_HETERO_LOCAL_BATCH_SIZES": "13,3"}
+FLAG = {"ACCELERATE_USE_HETERO": "true"}
+
+
+def test_our_launcher_makes_an_unchanged_script_uneven(scripts):
+    """The quick one of the launches; the result is that of one process."""
+    one = result_of(execute(sys.executable, scripts[0], 16))
+    two = result_of(launched("--cpu", "--num_processes", 2, "--hetero_local_batch_sizes", "13,3", scripts[0], 8))
+    assert (one["processes"], two["processes"], two["history"]) == (1, 2, [[13, 3]])
+    np.testing.assert_allclose(two["weights"], one["weights"], rtol=1e-12)
+
+
+@pytest.mark.slow("starts interpreters by every launcher, cold")
+def test_every_launcher_gives_the_result_of_one_process(scripts, tmp_path):
+    plain, hetero = scripts
+    one = result_of(execute(sys.executable, plain, 16))
+    accelerate = BIN / "accelerate", "launch", "--multi_gpu", "--num_processes", 2, "--main_process_port"
+    base = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_CPU", "num_processes": 2}
+    path = config_file(tmp_path, **base, use_cpu=True, hetero_config={"local_batch_sizes": [13, 3]})
+    for run in (
+        torchrun(hetero, 8, **SIZES),
+        torchrun(plain, 8, warm=False, **FLAG, **SIZES),
+        execute(*accelerate, free_port(), plain, 8, warm=False, **FLAG, **SIZES),
+        execute(*accelerate, free_port(), hetero, 8, **SIZES),
+        launched("--config_file", path, "--hetero_replan", "epoch", hetero, 8, warm=False),
+    ):
+        two = result_of(run)
+        assert (two["processes"], two["history"]) == (2, [[13, 3]])
+        np.testing.assert_allclose(two["weights"], one["weights"], rtol=1e-12)
+    _, output = torchrun(plain, 8, ACCELERATE_USE_HETERO="false", **SIZES)  # plain gloo may crash when it ends
+    assert json.loads(next(line for line in output.splitlines() if line.startswith("{")))["history"] == []
+
+
+@pytest.mark.slow("Accelerate's own test script, as `accelerate test` runs it")
+def test_accelerates_own_test_script_passes(tmp_path):
+    """Its trainings have a total batch of 16, split unevenly here, and must equal one process."""
+    script = tmp_path / "run.py"
+    script.write_text("import accelerate.test_utils.scripts.test_script as script\nscript.main()\n")
+    base = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_CPU", "num_processes": 2}
+    path = config_file(tmp_path, **base, use_cpu=True, hetero_config={"local_batch_sizes": [12, 4]})
+    code, output = launched("--config_file", path, script)
+    assert code == 0, output
+    assert output.count("12/4 of 16") >= output.count("Training yielded the same results") > 1
+
+
+@pytest.mark.slow("asks in a process of its own, and starts two")
+def test_a_file_of_default_answers_trains_together(scripts, tmp_path):
+    """On this machine, whatever it has; ACCELERATE_USE_CPU is left to the launcher."""
+    path = tmp_path / "config.yaml"
+    command = warmed(BIN / "lightning-hetero", "config", "--config_file", path)
+    subprocess.run(command, input="2" + "\n" * 20, text=True, check=True, timeout=60)
+    run = launched("--config_file", path, "--hetero_local_batch_sizes", "11,5", scripts[1], 8, ACCELERATE_USE_CPU="")
+    assert result_of(run)["history"] == [[11, 5]]
+
+
+@pytest.mark.slow("starts two processes by torchrun")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Accelerate joins processes over the GPUs of this machine")
+def test_a_process_that_accelerate_would_leave_alone_says_so(scripts):
+    code, output = torchrun(scripts[1], 8, ACCELERATE_USE_CPU="false")
+    assert code != 0
+    assert "WORLD_SIZE=2" in output
+    assert "ACCELERATE_USE_CPU=true" in output
+
+
+def test_a_script_that_fails_ends_the_launch_with_its_code(tmp_path, capfd, started):
+    (tmp_path / "bad.py").write_text("import sys\nsys.exit(7)\n")
+    assert cli.main(["launch", "--cpu", "--num_processes", "1", str(tmp_path / "bad.py")]) == 7
+    assert "exit code 7" in capfd.readouterr().err
+
+
+@pytest.mark.slow("a cold interpreter that forks two processes")
+def test_a_launcher_of_functions_hands_the_flag_on():
+    code = (
+        "import torch\n"
+        "from accelerate import Accelerator, debug_launcher\n"
+        "def train():\n"
+        "    accelerator, model = Accelerator(), torch.nn.Linear(1, 1)\n"
+        "    loader = torch.utils.data.DataLoader(torch.arange(16.0), batch_size=4, shuffle=True)\n"
+        "    loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)[2]\n"
+        "    print([len(batch) for batch in loader], flush=True)\n"
+        "debug_launcher(train, num_processes=2)\n"
+    )
+    sizes = {"ACCELERATE_HETERO_LOCAL_BATCH_SIZES": "6,2"}
+    code, output = execute(sys.executable, "-c", code, warm=False, **FLAG, **sizes)
+    assert code == 0, output
+    assert "[6, 6]" in output  # ranks may write into each other's lines
+    assert "[2, 2]" in output

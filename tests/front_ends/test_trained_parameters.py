@@ -1,0 +1,346 @@
+"""Parameters that are frozen, unfrozen and added in the run, through every front end."""
+
+import copy
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from accelerate.utils import DistributedDataParallelKwargs
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.utils.data import DataLoader
+
+from lightning_hetero import GNSCallback, HeteroDDPStrategy, LookAheadCallback
+from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
+from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as FabricStrategy
+from tests.helpers import Points, Regressor, collected, fit, run_ranks, trainer_of
+from tests.loops import flat, network
+
+SAMPLES, UNFREEZE, FREEZE, BACK = 60, 4, 8, 12
+
+
+def change(model, optimizer, step, seed=0):
+    """The first layer is trained from ``UNFREEZE`` on, the last one rests in between, and a layer is added."""
+    if step == 0:
+        model[0].requires_grad_(False)
+    elif step == UNFREEZE:
+        model[0].requires_grad_(True)
+        optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.03})
+    elif step in (FREEZE, BACK):
+        model[2].requires_grad_(step == BACK)
+    elif step == FREEZE + 1:
+        torch.manual_seed(seed)  # rank 0's counts
+        model.append(nn.Linear(1, 1, dtype=torch.float64))
+        optimizer.add_param_group({"params": list(model[3].parameters())})
+
+
+def sgd(model):
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+
+
+def fabric_of(**settings):
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy(**settings))
+    fabric.launch()
+    return fabric
+
+
+def _loop(rank, front, accumulate, find_unused=False):
+    """Two passes over the data; what each step saw, and the weights after it."""
+    net, loader, seen, weights, lines = network(), DataLoader(Points(SAMPLES), 3, shuffle=True), [], [], collected()
+    change(net, None, 0)
+    if front == "fabric":
+        fabric = fabric_of(local_batch_sizes=[4, 2], find_unused_parameters=find_unused)
+        model, optimizer = fabric.setup(net, sgd(net))
+        loader, backward, end = fabric.setup_dataloaders(loader), fabric.backward, fabric.strategy.teardown
+        window = lambda last: fabric.no_backward_sync(model, enabled=not last)  # noqa: E731
+    else:
+        handlers = [DistributedDataParallelKwargs(find_unused_parameters=find_unused)]
+        plugin = HeteroPlugin(local_batch_sizes=[4, 2])
+        accelerator = HeteroAccelerator(cpu=True, hetero_plugin=plugin, kwargs_handlers=handlers)
+        model, optimizer, loader = accelerator.prepare(net, sgd(net), loader)
+        backward, end = accelerator.backward, accelerator.end_training
+        window = lambda last: nullcontext() if last else accelerator.no_sync(model)  # noqa: E731
+    step = 0
+    for _ in range(2):
+        for number, (x, y, index) in enumerate(loader):
+            change(net, optimizer.optimizer, step, rank) if step else None
+            with torch.no_grad():
+                model(x)
+            last = (number + 1) % accumulate == 0
+            with window(last):
+                backward(nn.functional.mse_loss(model(x), y) / accumulate)
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append(index.tolist())
+            weights.append(flat(net))
+            step += 1
+    end()
+    said = [line for line in lines if "other parameters are trained" in line]
+    return {"seen": seen, "weights": weights, "lines": said}
+
+
+def alone(results, accumulate):
+    """Weights of one process after each step, on the batches of both ranks."""
+    data, net = Points(SAMPLES), network()
+    change(net, None, 0)
+    optimizer = sgd(net)
+    for step, (one, other) in enumerate(zip(*(r["seen"] for r in results), strict=True)):
+        change(net, optimizer, step) if step else None
+        chosen = one + other
+        (nn.functional.mse_loss(net(data.x[chosen]), data.y[chosen]) / accumulate).backward()
+        if (step % 10 + 1) % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        yield flat(net)
+
+
+@pytest.mark.parametrize(
+    ("front", "accumulate", "find_unused"),
+    [
+        ("fabric", 1, False),
+        ("fabric", 5, False),
+        ("fabric", 1, True),
+        ("accelerate", 1, False),
+        ("accelerate", 5, False),
+    ],
+)
+def test_other_parameters_are_trained_as_on_one_process(front, accumulate, find_unused):
+    """Also where they change inside an accumulation window; rank 0 says so at the 1st, 2nd, 4th ... change."""
+    first, second = results = run_ranks(_loop, 2, front, accumulate, find_unused)
+    for step, expected in enumerate(alone(results, accumulate)):
+        np.testing.assert_array_equal(first["weights"][step], second["weights"][step], err_msg=str(step))
+        np.testing.assert_allclose(first["weights"][step], expected, rtol=1e-10, atol=1e-12, err_msg=str(step))
+    assert (len(first["lines"]), second["lines"]) == (2 if find_unused else 3, [])
+    assert "0.weight" in first["lines"][0]
+
+
+def _compiled(rank):
+    fabric, net = fabric_of(local_batch_sizes=[4, 2]), network()
+    net[0].requires_grad_(False)
+    model, optimizer = fabric.setup(torch.compile(net, backend="eager"), torch.optim.SGD(net.parameters(), lr=0.05))
+    before = flat(net[0])
+    for step, (x, y, _) in enumerate(fabric.setup_dataloaders(DataLoader(Points(SAMPLES), 3, shuffle=True))):
+        net[0].requires_grad_(step >= UNFREEZE)
+        optimizer.zero_grad()
+        fabric.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+    fabric.strategy.teardown()
+    return flat(net), not np.array_equal(flat(net[0]), before)
+
+
+def _evaluates_alone(rank):
+    """Rank 0 looks at its model in between; at last there is nothing to train."""
+    fabric, net = fabric_of(replan=1000), network()
+    net[0].requires_grad_(False)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.05))
+    for step, (x, y, _) in enumerate(fabric.setup_dataloaders(DataLoader(Points(40), 2))):
+        net[0].requires_grad_(step >= 6)
+        if rank == 0:
+            with torch.no_grad():
+                model(x)
+        fabric.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    if rank == 0:
+        net[0].requires_grad_(False)
+        with torch.no_grad():
+            model(x)
+        net[0].requires_grad_(True)
+    copied = copy.deepcopy(model._forward_module)  # has nothing of this run, and goes on as torch's
+    np.testing.assert_array_equal(copied(x).detach().numpy(), net(x).detach().numpy())
+    net.requires_grad_(False)
+    fabric.strategy.teardown()
+    return flat(net), not model(x).requires_grad
+
+
+@pytest.mark.parametrize("job", [_compiled, _evaluates_alone])
+def test_compiled_models_are_followed_and_nobody_is_waited_for_in_an_evaluation(job):
+    (weights, true), (others, also) = run_ranks(job, 2, timeout=45.0)
+    np.testing.assert_array_equal(weights, others)
+    assert true
+    assert also
+
+
+class Branches(nn.Module):
+    """Of two layers, one is used at times."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.at_times = nn.Linear(5, 1, dtype=torch.float64), nn.Linear(5, 1, dtype=torch.float64)
+
+    def forward(self, x, both):
+        return self.always(x) + self.at_times(x) if both else self.always(x)
+
+
+def _used_on_one_rank(rank):
+    torch.manual_seed(0)
+    net, fabric = Branches(), fabric_of()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.05))
+    (x, y, _), (other, target, _) = list(fabric.setup_dataloaders(DataLoader(Points(8), 2)))
+    with fabric.no_backward_sync(model):
+        fabric.backward(nn.functional.mse_loss(model(x, rank == 0), y))
+    own = 0.0 if net.at_times.bias.grad is None else net.at_times.bias.grad.item()
+    net.at_times.requires_grad_(False)
+    fabric.backward(nn.functional.mse_loss(model(other, False), target))
+    fabric.strategy.teardown()
+    return own, net.at_times.bias.grad.item()
+
+
+def test_what_one_rank_has_used_before_it_was_frozen_is_averaged_on_all():
+    (own, first), (nothing, second) = run_ranks(_used_on_one_rank, 2, timeout=45.0)
+    assert (own != 0.0, nothing) == (True, 0.0)
+    assert first == second == pytest.approx(own / 2)
+
+
+# under Lightning's Trainer
+
+
+class KeepsNothing(Regressor):
+    """No gradients are kept, which are of more and more layers."""
+
+    def on_before_optimizer_step(self, optimizer):
+        pass
+
+
+class Rests(Callback):
+    """The last layer rests for a while; its residuals are looked at by the checkpoints of the run."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step in (FREEZE, FREEZE + 3, BACK):
+            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+        if trainer.global_step in (FREEZE, BACK):
+            pl_module.net[2].requires_grad_(trainer.global_step == BACK)
+
+
+def tensors_in(value, name=""):
+    """All tensors of a checkpoint's part, by their place."""
+    if isinstance(value, torch.Tensor):
+        return {name: value.numpy().ravel()}
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    return {k: v for key, part in parts for k, v in tensors_in(part, f"{name}/{key}").items()}
+
+
+def _resting(rank, compression, folder):
+    strategy = HeteroDDPStrategy(local_batch_sizes=[3, 1], compression=compression)
+    model, trainer = Regressor(), trainer_of(strategy, 2, max_epochs=2, callbacks=[Rests(folder)])
+    trainer.fit(model, DataLoader(Points(SAMPLES), 2, shuffle=True))
+    return model.flat()
+
+
+@pytest.mark.parametrize("compression", ["block_topk(density=0.1, block=1)", "powersgd(rank=1, start=2)"])
+def test_what_a_frozen_layer_has_not_sent_waits_for_it(compression, tmp_path):
+    np.testing.assert_array_equal(*run_ranks(_resting, 2, compression, tmp_path))
+    steps = FREEZE, FREEZE + 3, BACK
+    states = [torch.load(tmp_path / f"{step}.ckpt", weights_only=True) for step in steps]
+    held = {step: tensors_in(state["lightning_hetero_residuals"]) for step, state in zip(steps, states, strict=True)}
+    weight = next(name for name in held[FREEZE] if name.endswith("residuals/net.2.weight"))
+    assert np.abs(held[FREEZE][weight]).sum() > 0
+    for step in (FREEZE + 3, BACK):
+        np.testing.assert_array_equal(held[step][weight], held[FREEZE][weight])
+    moved = weight.replace("net.2", "net.0")
+    assert not np.array_equal(held[BACK][moved], held[FREEZE][moved])
+
+
+class Unfreezes(Callback):
+    """A layer is trained from a step on; ``hook`` is when it is told so."""
+
+    def __init__(self, hook, step=3):
+        self.step = step
+        setattr(self, hook, lambda trainer, pl_module, *_: pl_module.net[0].requires_grad_(trainer.global_step >= step))
+
+    def on_fit_start(self, trainer, pl_module):
+        pl_module.net[0].requires_grad_(False)
+
+    def __reduce__(self):
+        return Unfreezes, (next(name for name in vars(self) if name.startswith("on_")), self.step)
+
+
+def _late(rank, more, callbacks):
+    strategy = {"local_batch_sizes": [3, 1], "replan": 10, **more}
+    done = fit(rank, strategy, 2, 2, model=KeepsNothing(), dataset=Points(SAMPLES), callbacks=callbacks)
+    return done["weights"]
+
+
+STALE = {"compression": "block_topk(density=0.2, block=4)", "sparse_optimizer": "later", "staleness": 1}
+
+
+@pytest.mark.parametrize(
+    ("more", "callbacks"),
+    [
+        ({}, [Unfreezes("on_before_backward")]),  # behind the forward pass: no gradient in this step
+        (STALE, [LookAheadCallback(), Unfreezes("on_train_batch_start", BACK)]),
+    ],
+    ids=["behind the forward pass", "with deferred updates and predicted weights"],
+)
+def test_buckets_are_laid_out_anew_and_replicas_stay_equal(more, callbacks):
+    np.testing.assert_array_equal(*run_ranks(_late, 2, more, callbacks))
+
+
+class Adam(KeepsNothing):
+    def __init__(self):
+        super().__init__(features=40)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def _noise(rank):
+    noise = GNSCallback(preconditioner="adam")
+    strategy, callbacks = {"local_batch_sizes": [3, 1], "replan": 10}, [Unfreezes("on_train_batch_start", 30), noise]
+    fit(rank, strategy, 2, 2, model=Adam(), dataset=Points(120, features=40), callbacks=callbacks, max_epochs=4)
+    return noise.estimate.samples, noise.estimate.trace
+
+
+def test_the_noise_scale_is_not_flooded_by_layers_that_adam_knows_no_gradients_of():
+    for samples, trace in run_ranks(_noise, 2):
+        assert samples > 100
+        assert trace < 1e4
+
+
+class Inside(Regressor):
+    """Unfreezes a layer when the forward pass has begun."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        self.net[0].requires_grad_(batch_idx >= 2)
+        return super().training_step(batch, batch_idx)
+
+
+class Another(Callback):
+    """A bias of another layer on each rank."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        for layer in (0, 2):
+            pl_module.net[layer].bias.requires_grad_(trainer.global_step > 2 and layer == 2 * trainer.global_rank)
+
+
+def _drifts(rank, what):
+    settings, callbacks, model = {"local_batch_sizes": [3, 1]}, [], Regressor()
+    if what == "own PowerSGD":
+        settings |= {"ddp_comm_hook": powerSGD_hook, "ddp_comm_state": PowerSGDState(None, 1, 2)}
+        callbacks = [Unfreezes("on_train_batch_start")]
+    elif what == "inside":
+        model = Inside()
+    else:
+        callbacks = [Another()]
+    fit(rank, settings, 2, 2, model=model, callbacks=callbacks)
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [("inside", "inside of a training step"), ("own PowerSGD", "PowerSGDState"), ("another", "trained")],
+)
+def test_what_would_let_replicas_drift_apart_is_refused_on_every_rank(what, says):
+    errors = run_ranks(_drifts, 2, what, expect_errors=True)
+    assert [rank for rank, *_ in errors] == [0, 1]
+    assert all(says in message for *_, message in errors), errors
