@@ -310,7 +310,8 @@ def plain_loop(rank, settings, batch_size, *, world_size, epochs=2, loss="mean",
         dist.init_process_group("gloo")
     config, device = HeteroConfig(**settings), torch.device("cpu")
     engine = HeteroEngine(config, rank=rank, world_size=world_size, device=device, local_rank=rank)
-    session = HeteroSession(engine)
+    metrics = []
+    session = HeteroSession(engine, on_metrics=metrics.append)
     batches = session.shard(PermutationStream(SAMPLES, shuffle=True, seed=0), batch_size=batch_size)
     loader = DataLoader(Points(SAMPLES), batch_sampler=batches)
     model = DistributedDataParallel(network())
@@ -331,7 +332,8 @@ def plain_loop(rank, settings, batch_size, *, world_size, epochs=2, loss="mean",
                 engine.adopt(BatchPlan(sum(plans[epoch, step]), plans[epoch, step]), "by hand")
     history = [(e.epoch, e.step, e.plan.local_batch_sizes) for e in engine.plan_history]
     session.close()
-    return {"weights": flat(model), "grads": np.stack(grads), "seen": seen, "history": history}
+    result = {"weights": flat(model), "grads": np.stack(grads), "seen": seen, "history": history}
+    return {**result, "metrics": metrics}
 
 
 def _accelerate(rank, settings, batch_size, *, world_size, **kwargs):

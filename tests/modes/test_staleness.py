@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
-from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -17,7 +16,6 @@ from lightning_hetero.comm.timing.bucket_timer import BucketTimer
 from lightning_hetero.core.compression.auto import LinkMeasurement
 from lightning_hetero.core.compression.settings import blocks_per_rank
 from lightning_hetero.optim import SparseSGD
-from lightning_hetero.simulate import ThinLink
 from tests.helpers import Points, Regressor, collected, fit, run_ranks, trainer_of
 
 SAMPLES = 64
@@ -440,40 +438,6 @@ def test_delays_follow_the_link_if_that_gains_enough_and_no_gradient_is_lost():
     assert "net.0.weight" in delayed["follows"][-1]
     assert [bool(found["follows"]["said"]) for found in ranks] == [True, False]
     assert [any(steps) for steps in delayed.values()] == [True, False, False, True]
-
-
-class Slow(Regressor):
-    """Computes for 80 ms a step; nearly all of its parameters are in the first layer."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.net = nn.Sequential(nn.Linear(5, 2000), nn.AvgPool1d(500), nn.Linear(4, 1)).double()
-
-    def forward(self, x):
-        import time
-
-        time.sleep(0.08)
-        return self.net(x)
-
-
-def _thin(rank, folder):
-    logger = CSVLogger(folder, name="", version="") if rank == 0 else False
-    with ThinLink(1.6e6, world_size=2):
-        return train(rank, model=Slow, samples=240, max_epochs=1, logger=logger, strategy={"replan": 8})
-
-
-@pytest.mark.slow("waits for a link that takes its time, and measures it")
-def test_ranks_delay_what_a_thin_link_would_make_them_wait_for(tmp_path):
-    """96 kB of gradients on a link of 1.6 MB/s take 60 ms of a step that computes for 80 ms."""
-    delayed = alike(run_ranks(_thin, 2, str(tmp_path), timeout=240))["delayed"]
-    assert delayed[0] == delayed[7] == [], "something was delayed before anything was measured"
-    for step in (9, 16, 23):
-        assert "net.0.weight" in delayed[step]
-        assert "net.2.bias" not in delayed[step]
-    table = np.genfromtxt(tmp_path / "metrics.csv", delimiter=",", names=True)
-    assert table["heterodelayed_share"][-1] > 0.8
-    assert 0.8e6 < table["heterobandwidth"][-1] < 1.7e6
 
 
 class DelaysAll(L.Callback):

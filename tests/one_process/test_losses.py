@@ -357,22 +357,6 @@ def arcface(z, net):
     return nn.functional.cross_entropy(nn.functional.normalize(z[:, :9]) @ classes.T, torch.arange(len(z)) // 2)
 
 
-def uncertain(z, net):
-    """Losses of two tasks, weighted by their learned noise."""
-    noise = list(net.parameters())[1]
-    first, second = z[:, :6].square().mean(), z[:, 6:].abs().mean()
-    return first / (2 * noise[0] ** 2) + second * torch.exp(-noise[1]) + noise.square().sum().log()
-
-
-def focal(z, net):
-    each = entropy(reduction="none")(z, net)
-    return ((1 - torch.exp(-each)) ** 2 * each).mean()
-
-
-def distilled(z, net):
-    return nn.functional.kl_div((z / 2).log_softmax(1), torch.full_like(z, 1 / 14), reduction="batchmean") * 4
-
-
 def variational(z, net):
     center, spread = z[:, :7], z[:, 7:]
     return center.square().sum() - 0.5 * torch.sum(1 + spread - center**2 - spread.exp())
@@ -404,31 +388,22 @@ TOLD = {
     },
     None: {
         "entropy": entropy,
-        "entropy, smoothed": lambda: entropy(label_smoothing=0.1),
         "entropy, equal class weights": lambda: entropy(weight=torch.ones(14, dtype=torch.float64)),
         "a mean of weighted rows": lambda: lambda z, net: entropy(weight=WEIGHTS, reduction="none")(z, net).mean(),
         "entropy, summed and divided": lambda: lambda z, net: entropy(reduction="sum")(z, net) / len(z),
         "squares": lambda: lambda z, net: nn.functional.mse_loss(z, torch.ones_like(z)),
         "squares, summed and divided": lambda: lambda z, net: (z - 1).square().sum() * (1 / z.numel()),
-        "entropy, by hand": lambda: lambda z, net: entropy(reduction="sum")(z, net) / z.new_ones(3).sum(),
         "squares, masked by hand": lambda: lambda z, net: ((z - 1).square() * (z > 0)).sum() / (z > 0).sum(),
-        "features summed": lambda: lambda z, net: (z - 1).square().sum(1).mean(),
         "and weights": lambda: lambda z, net: z.square().mean() + sum(p.square().sum() for p in net.parameters()),
         "root of a mean": lambda: lambda z, net: z.square().mean().sqrt(),
-        "roots, row by row": lambda: lambda z, net: sum(row.square().mean().sqrt() for row in z) / len(z),
         "binary": lambda: binary("mean"),
         "causal": lambda: causal_of(2),
         "causal, lengths that change": lambda: causal_of(2, 7),
         "labelled by chance": labelled_by_chance,
         "gathered": lambda: gathered,
         "ArcFace": lambda: arcface,
-        "uncertain": lambda: uncertain,
-        "focal": lambda: focal,
-        "distilled": lambda: distilled,
         "ArcFace of a library": lambda: known("ArcFaceLoss", WeightRegularizerMixin, BaseMetricLossFunction),
         "Dice": lambda: known("DiceLoss", batch=False),
-        "pairs": lambda: lambda z, net: nn.functional.cosine_embedding_loss(*pairs(z), z.new_ones(len(z))),
-        "triplets": lambda: lambda z, net: nn.functional.triplet_margin_loss(z[:, :4], z[:, 4:8], z[:, 8:12]),
     },
 }
 TABLE = [(setting, name) for setting, losses in TOLD.items() for name in losses]
