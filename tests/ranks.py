@@ -232,7 +232,10 @@ def _serve(connection):
         random.seed(0), np.random.seed(0), torch.manual_seed(0)
         with warnings.catch_warnings():
             _filter(filters)
-            _send(connection, _called(fn, args, rank))
+            result = _called(fn, args, rank)
+            _send(connection, result)
+            if result[0] == "error":  # its peers see that it is gone, as they do when a script fails
+                os._exit(1)
             connection.recv()  # all are done
         del fn, args
         while _AT_END:
@@ -272,30 +275,31 @@ class _Rank:
         self.pipe.close()
 
 
-_POOL, _OWNER = [], os.getpid()
+_POOLS, _OWNER = {}, os.getpid()
+"""Processes by the number of ranks that they are: all of a job have the same past, so that they count alike."""
 
 
 def _pool(count):
     global _OWNER
     if os.getpid() != _OWNER:  # a fork of a test process
-        _POOL.clear()
+        _POOLS.clear()
         _OWNER = os.getpid()
-    while len(_POOL) < count:
-        _POOL.append(_Rank())
-    return _POOL[:count]
+    if count not in _POOLS:
+        _POOLS[count] = [_Rank() for _ in range(count)]
+    return _POOLS[count]
 
 
 def _drop(ranks, patience=2.0):
+    _POOLS.pop(len(ranks), None)
     for rank in ranks:
-        with suppress(ValueError):
-            _POOL.remove(rank)
         rank.end(patience)
 
 
 @atexit.register
 def close_pool():
     if os.getpid() == _OWNER:
-        _drop(list(_POOL))
+        for ranks in list(_POOLS.values()):
+            _drop(ranks)
 
 
 def _tracebacks(results):
@@ -387,22 +391,22 @@ def _run_kept(fn, world_size, args, timeout, env, expect_errors):
         results = _answers(pipes, processes, timeout)
         if None in results:
             raise _late(results, processes, timeout)
+        if any(kind == "error" for kind, _ in results):
+            _drop(ranks, 0.0)
+            return _results(results, expect_errors)
         for pipe in pipes:
-            with suppress(OSError):
-                pipe.send("all are done")
+            pipe.send("all are done")
         left = _answers(pipes, processes, 10.0)
     except BaseException:
         for process in processes:
             process.kill()
-        _drop(ranks)
+        _drop(ranks, 0.0)
         raise
-    unclean = [rank for rank, state in zip(ranks, left, strict=True) if state is None or state]
-    _drop(unclean, 0.0)
-    values = _results(results, expect_errors)
-    names = sorted({name for state in left if state and state[0] != "error" for name in state})
-    if names and all(kind == "ok" for kind, _ in results):  # after an error, a new process is all that is needed
+    if left != [[]] * world_size:
+        _drop(ranks, 0.0)
+        names = sorted({name for state in left for name in (state or ["something that takes long to end"])})
         raise RankError([], f"the test left behind: {', '.join(names)}")
-    return values
+    return _results(results, expect_errors)
 
 
 def _run_new(fn, world_size, args, timeout, env, expect_errors, start):
