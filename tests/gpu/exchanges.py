@@ -184,7 +184,7 @@ def sanitizers(figures, device):
 
 def one_step(rank, device):
     """Some steps of block top-k with a sparse optimizer, in this very process."""
-    from tests.comm.compressors.block_steps import BlockSteps
+    from tests.kernels.block_steps import BlockSteps
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -38,6 +38,7 @@ def run_pytest(environment):
         "-p",
         "no:cacheprovider",
         str(ROOT / "tests/kernels/interpreted.py"),
+        str(ROOT / "tests/kernels/device_decides.py"),
     ]
     environment = {**os.environ, **environment, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)

@@ -184,7 +184,7 @@ def _taken(rank, optimizer):
 
     To wait for the device in another way is an error in them; torch's debug mode does not see waits for events.
     """
-    from tests.comm.compressors.block_steps import BlockSteps
+    from tests.kernels.block_steps import BlockSteps
 
     torch.cuda.set_device(0)
     dist.init_process_group("nccl")

@@ -1,4 +1,4 @@
-"""Training where the device decides, against training where the host does; `test_kernels.py` runs this, interpreted.
+"""Training where the device decides, against training where the host does; `test_triton.py` runs this, interpreted.
 
 Two ranks with DDP: block top-k by Triton's kernels on CPU, and a sparse optimizer that gets marks instead of numbers.
 """
@@ -23,8 +23,19 @@ from lightning_hetero.compression.triton_gpu import encoder as triton_encoder
 from lightning_hetero.compression.triton_gpu import launch
 from lightning_hetero.optim import SparseAdamW, SparseSGD
 from lightning_hetero.optim.sparse import lazy_update
-from tests.comm.gradients.test_ddp_hook import TINY, batches, loss_of
 from tests.ranks import run_ranks
+
+TINY = 1e-4  # MB: one bucket for each parameter that does not fit into the first
+
+
+def batches(rank):
+    generator = torch.Generator().manual_seed(10 + rank)
+    return [torch.randn(5, 6, generator=generator) for _ in range(3)]
+
+
+def loss_of(model, x):
+    return model(x).square().mean()
+
 
 SETTINGS = BlockTopK(density=0.3, selector="histogram", warmup_steps=1)
 STEPS, POISONED, SPOILED = 6, 3, 4

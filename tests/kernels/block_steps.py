@@ -1,12 +1,23 @@
 """Steps of block top-k with a sparse optimizer, without DDP and a model: nothing but what ours do in a step."""
 
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 
 from lightning_hetero import BlockTopK
 from lightning_hetero.comm.compressors.block_topk import BlockTopKAverager
+from lightning_hetero.comm.compressors.registry import AveragerContext
+from lightning_hetero.comm.timing.clock import HostClock
+from lightning_hetero.comm.timing.step_timer import StepTimer
 from lightning_hetero.optim import SparseAdamW, SparseSGD
-from tests.comm.contexts import context_of
+
+
+def context_of(parameters, world_size=1, rank=0, **more):
+    """Context of an averager with no process group behind it."""
+    control = SimpleNamespace(rank=rank, world_size=world_size)
+    return AveragerContext(parameters, control, StepTimer(HostClock()), **more)
+
 
 OPTIMIZERS = {
     "SparseSGD": (SparseSGD, {"momentum": 0.9, "weight_decay": 0.1}),
