@@ -500,9 +500,9 @@ def faults() -> str:
     return "\n\n".join(
         (
             "## Faults and modes",
-            f"`tests/promises/test_all_or_none.py` puts {len(pairs.FAULTS)} faults into {len(modes)} modes of training: "
-            f"{len(pairs.PAIRS)} runs on two ranks (three with a hierarchy), each of which has to end within 45 seconds "
-            "and to leave no process behind. How often a fault happened is counted in each run.",
+            f"`tests/promises/test_all_or_none.py` puts {len(pairs.FAULTS)} faults into {len(modes)} modes of "
+            f"training: {len(pairs.PAIRS)} runs on two ranks (three with a hierarchy), each of which has to end within "
+            "45 seconds and to leave no process behind. How often a fault happened is counted in each run.",
             table(("fault", "what happens", "what must hold", "modes"), rows),
             "These pairs are left out:",
             table(("fault", "modes", "reason"), left),

@@ -26,7 +26,7 @@ from lightning_hetero.comm.collectives.bucket_futures import BucketFutures
 from lightning_hetero.comm.collectives.cluster_discovery import VARIABLE, discover_clusters, link_seconds
 from lightning_hetero.comm.collectives.topology import Topology
 from tests.helpers import Points, Regressor, trainer_of
-from tests.loops import SAMPLES, flat_grads, network
+from tests.loops import SAMPLES, flat_grads
 from tests.promises.virtual import VirtualTime
 from tests.ranks import run_ranks
 
@@ -351,7 +351,7 @@ def _rows(rank):
 
 @OURS
 def test_rows_come_in_the_order_of_the_ranks_and_equal_shapes_are_stacked():
-    for rank, found in enumerate(run_ranks(_rows, 3)):
+    for rank, found in enumerate(run_ranks(_rows, 3, start="fork")):
         assert found["uneven"] == [numbered(0, (7,)).tolist()]
         assert found["some have none"] == [numbered(0, (3,)).tolist()]
         assert found["one dimension"] == [[0, 0, 1, 0, 1, 2]]
@@ -449,28 +449,6 @@ def test_contrastive_losses_are_those_of_one_process_and_gathers_work_in_every_h
         ]
         np.testing.assert_allclose(shares, expected)
         assert evaluated == (list(range(31)), True)
-
-
-def _accelerate(rank):
-    from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
-
-    accelerator = HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin(local_batch_sizes=SIZES))
-    model, loader = accelerator.prepare(network(), DataLoader(Points(SAMPLES), 5, shuffle=True))
-    seen = []
-    for x, y, index in loader:
-        accelerator.backward(nn.functional.mse_loss(model(x), y))
-        seen.append(index)
-    everyone = accelerator.gather(torch.cat(seen)).tolist()
-    equal = accelerator.gather({"rank": torch.tensor([rank]), "number": torch.tensor(rank)})
-    accelerator.end_training()
-    return sorted(everyone), len(torch.cat(seen)), {name: value.tolist() for name, value in equal.items()}
-
-
-def test_accelerators_gather_after_a_pass():
-    first, second = run_ranks(_accelerate, 2)
-    assert first[1] != second[1]
-    assert first[0] == second[0] == list(range(SAMPLES))
-    assert first[2] == second[2] == {"rank": [0, 1], "number": [0, 1]}
 
 
 # a sum that gloo does not end
