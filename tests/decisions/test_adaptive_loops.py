@@ -1,6 +1,7 @@
 """Noise scale and moving total in loops of the user's own: Fabric, Accelerate, plain torch."""
 
 from contextlib import nullcontext
+from itertools import product
 
 import numpy as np
 import pytest
@@ -454,18 +455,20 @@ def _refused(rank, loop, settings, led):
     return training.train(rank, 1)["used"]
 
 
+REFUSED = {
+    "one micro-batch above": ({"max_total_batch_size": 3}, True, "max_total_batch_size=3"),
+    "above": ({"max_total_batch_size": 7}, True, "max_total_batch_size=7"),
+    "below": ({"max_total_batch_size": 64, "min_total_batch_size": 9}, True, "min_total_batch_size=9"),
+    "no optimizer": ({"max_total_batch_size": 16}, False, "no optimizer"),
+}
+
+
 @pytest.mark.parametrize(
-    ("settings", "led", "says"),
-    [
-        ({"max_total_batch_size": 3}, True, "max_total_batch_size=3"),
-        ({"max_total_batch_size": 7}, True, "max_total_batch_size=7"),
-        ({"max_total_batch_size": 64, "min_total_batch_size": 9}, True, "min_total_batch_size=9"),
-        ({"max_total_batch_size": 16}, False, "no optimizer"),
-    ],
-    ids=["one micro-batch above", "above", "below", "no optimizer"],
+    ("loop", "what"),
+    [*(("plain", what) for what in REFUSED), *product(("fabric", "accelerate"), ("above", "no optimizer"))],
 )
-@every_loop
-def test_a_total_that_cannot_move_is_an_error_on_every_rank(loop, settings, led, says):
+def test_a_total_that_cannot_move_is_an_error_on_every_rank(loop, what):
+    settings, led, says = REFUSED[what]
     errors = run_ranks(_refused, 2, loop, settings, led, expect_errors=True, timeout=30)
     assert [rank for rank, *_ in errors] == [0, 1]
     assert all(says in text for _, _, text in errors)

@@ -140,41 +140,6 @@ def test_micro_batches_of_a_window_are_seen(name, ranks, count):
     assert not any(result["estimate"]["biased"] for result in results)
 
 
-MANY, TOGETHER = 240, 12
-
-
-def slanted():
-    """Points with a signal in them: the model is wrong about all of them in one direction."""
-    data = Points(MANY)
-    data.y += 1.5
-    return data
-
-
-@pytest.mark.slow("statistics of four long runs")
-def test_workers_and_micro_batches_agree_with_the_truth():
-    """``tr(Sigma)`` and ``|G|^2`` as batches without repetition see them, from the gradient of every sample."""
-    module, data = model(), slanted()
-    losses = [module.loss((data.x[i : i + 1], data.y[i : i + 1], None)) for i in range(MANY)]
-    each = [torch.autograd.grad(loss, list(module.parameters())) for loss in losses]
-    each = torch.stack([torch.cat([part.flatten() for part in one]) for one in each])
-    trace = float(each.var(dim=0).sum())
-    truth, squares = float(each.mean(dim=0).square().sum()) - trace / MANY, []
-    often = {"replan": MANY // TOGETHER}
-    for strategy, ranks, kwargs in (
-        ("hetero_ddp", 1, {"batch_size": 4, "accumulate_grad_batches": 3}),
-        ({"local_batch_sizes": (9, 3), **often}, 2, {"batch_size": 6}),
-        ({"local_batch_sizes": (4, 2), **often}, 2, {"batch_size": 3, "accumulate_grad_batches": 2}),
-        ({"local_batch_sizes": (6, 3, 2, 1), **often}, 4, {"batch_size": 3}),
-    ):
-        state = run(strategy, ranks, dataset=slanted(), max_epochs=4, **kwargs)[0]["estimate"]
-        estimate = RunningNoiseScale.from_state_dict(state)
-        assert estimate.samples == pytest.approx(4 * MANY)
-        assert estimate.trace == pytest.approx(trace, rel=0.15)
-        assert estimate.grad_sq_norm == pytest.approx(truth, rel=0.05)
-        squares.append(estimate.sq_norm_sum / estimate.weight)
-    assert squares == pytest.approx([squares[0]] * len(squares), rel=1e-5)  # of the very same batches
-
-
 class Two(Regressor):
     """Each half of the network has an optimizer of its own; both step on every batch."""
 

@@ -150,6 +150,12 @@ def test_identities_of_cpu_workers_differ_by_host_and_slot(monkeypatch):
     assert len(set(names)) == 6
 
 
+@pytest.mark.parametrize(("start", "limit"), [(1, 64), (5, 64), (40, 33)])
+def test_a_probe_finds_every_small_bound_exactly(start, limit):
+    for bound in range(32):
+        assert probe_largest_batch(lambda size, bound=bound: size <= bound, start=start, limit=limit) == bound
+
+
 @given(st.integers(0, 5000), st.integers(1, 300), st.integers(1, 4000))
 def test_probe_finds_the_bound(bound, start, limit):
     tried = []

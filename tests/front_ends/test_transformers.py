@@ -25,8 +25,7 @@ from lightning_hetero.core import DamagedCheckpointError
 from lightning_hetero.core.report.run_record import RunRecord
 from lightning_hetero.transformers import HeteroTrainer, HeteroTrainingArguments, hetero_trainer
 from lightning_hetero.transformers.requirements import check_trainer
-from tests.front_ends.test_launch import BIN, execute, launched
-from tests.helpers import collected, free_port, run_ranks
+from tests.helpers import collected, run_ranks
 from tests.transformers.runs import VOCABULARY, Rows, arguments, bert, labelled, llama, of, padded, texts, trained
 
 tqdm.monitor_interval = 0  # no thread that outlives a test
@@ -290,17 +289,6 @@ def test_a_training_equals_one_process(both, name):
     for key in ("num_tokens", "mean_token_accuracy", "rewards/margins"):  # what TRL gathers of every step
         values = [[entry[key] for entry in runs["history"] if key in entry] for runs in (one, two)]
         assert values[1] == pytest.approx(values[0], abs=1e-5)
-
-
-def _bf16(rank):
-    return language_model(bf16=True)
-
-
-@pytest.mark.slow("a variant of the rows above")
-def test_bf16_differs_by_its_rounding():
-    one, two = (run_ranks(_bf16, ranks)[0] for ranks in (1, 2))
-    assert two["losses"] == pytest.approx(one["losses"], abs=2e-3)
-    assert two["norms"] == pytest.approx(one["norms"], rel=2e-2)
 
 
 def test_grpo_is_plain_with_one_worker_and_refused_on_several():
@@ -777,82 +765,3 @@ def test_switched_off_it_is_plain_and_one_process_is_told_that_the_switch_does_n
     assert (module == "accelerate.accelerator") == (env == "false")
     assert len(lines) == (ranks == 1)
     assert not lines or ("ACCELERATE_USE_HETERO" if env else "HeteroTrainer") in lines[0]
-
-
-# launched
-
-SCRIPT = """
-import json
-from transformers import HfArgumentParser, Trainer, TrainingArguments
-from tests.transformers.runs import llama, padded, texts, trained
-
-args = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()[0]
-result = trained(Trainer(model=llama(), args=args, train_dataset=texts(), data_collator=padded))
-if args.process_index == 0:
-    found = {"weights": result["weights"].tolist(), "plans": result["plans"]}
-    print("RESULT", json.dumps(found), flush=True)
-"""
-OPTIONS = {"report_to": "none", "optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant"}
-OPTIONS |= {"save_strategy": "no", "disable_tqdm": "true", "max_grad_norm": 1e9, "num_train_epochs": 1}
-
-
-@pytest.mark.slow("starts three processes with Transformers")
-def test_an_unchanged_script_is_launched(tmp_path):
-    """``--hetero_local_batch_sizes`` of the launcher, for a script with a stock ``HfArgumentParser``."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-    common = [tmp_path / "script.py", "--output_dir", tmp_path / "out", "--use_cpu"]
-    common += [text for name, value in OPTIONS.items() for text in (f"--{name}", value)]
-    common += ["--per_device_train_batch_size"]
-    started = launched("--cpu", "--num_processes", 2, "--hetero_local_batch_sizes", "2,6", *common, 4)
-    alone = execute(os.sys.executable, *common, 8, ACCELERATE_USE_HETERO="false")
-    results = []
-    for code, output in (started, alone):
-        assert code == 0, output
-        line = next(line for line in output.splitlines() if line.startswith("RESULT"))
-        results.append(json.loads(line.removeprefix("RESULT")))
-    assert [result["plans"] for result in results] == [[[2, 6]], []]
-    assert results[0]["weights"] == pytest.approx(results[1]["weights"], abs=1e-6)
-
-
-SCRIPTS = os.environ.get("TRANSFORMERS_SCRIPTS")
-FLAGGED = Path(__file__).parents[1] / "transformers" / "flagged.py"
-LOSSES = [
-    *("--max_steps", "4", "--logging_steps", "1", "--save_steps", "2", "--save_strategy", "steps"),
-    *(
-        "--per_device_train_batch_size",
-        "{size}",
-        "--learning_rate",
-        "1e-3",
-        "--loss_output_file",
-        "{folder}/losses.json",
-    ),
-]
-PARITY = ["--per_device_train_batch_size", "{size}"]
-
-
-@pytest.mark.slow("starts Transformers' own scripts by torchrun")
-@pytest.mark.skipif(SCRIPTS is None, reason="TRANSFORMERS_SCRIPTS names no folder of tests/trainer/distributed/scripts")
-@pytest.mark.parametrize(
-    ("script", "options"),
-    [
-        *((name, []) for name in ("eval_ddp", "worker_seed", "dispatch_batches", "batch_rebalance_ddp")),
-        ("training_parity", PARITY),
-        *(("train", [*LOSSES, *more]) for more in ([], ["--bf16"], ["--gradient_accumulation_steps", "2"])),
-    ],
-    ids=str,
-)
-def test_transformers_own_scripts_succeed(script, options, tmp_path):
-    """Those that write losses write the losses of one process."""
-    losses = []
-    for ranks, size, flag in ((2, 4, "true"), (1, 8, "false")) if options else ((2, 4, "true"),):
-        folder = tmp_path / str(ranks)
-        launch = [BIN / "torchrun", "--nnodes=1", f"--nproc_per_node={ranks}", f"--master_port={free_port()}"]
-        given = [option.format(size=size, folder=folder) for option in options]
-        cpu = [] if script == "batch_rebalance_ddp" else ["--use_cpu", "--report_to", "none"]
-        sizes = {"ACCELERATE_HETERO_LOCAL_BATCH_SIZES": "3,5"} if options and ranks > 1 else {}
-        arguments = [FLAGGED, Path(SCRIPTS) / f"{script}.py", "--output_dir", folder, *cpu, *given]
-        code, output = execute(*launch, *arguments, ACCELERATE_USE_HETERO=flag, **sizes)
-        assert code == 0, output
-        losses += [json.loads(path.read_text()) for path in folder.rglob("losses.json")]
-    if options:
-        assert losses[0] == pytest.approx(losses[1], rel=2e-3 if "--bf16" in options else 1e-5)
