@@ -658,7 +658,7 @@ def test_a_checkpoint_of_an_exception_has_the_scheduled_rate(inside, tmp_path):
     path = tmp_path / "failed.ckpt"
     kwargs = {"model": Fails(inside), "callbacks": [SavesAtExceptions(path)]}
     arguments = (2, {"hysteresis": 1.0}, {"max_total_batch_size": 12}, kwargs)
-    errors = run_ranks(adapt, 2, *arguments, expect_errors=True, timeout=30, start="fork")
+    errors = run_ranks(adapt, 2, *arguments, expect_errors=True, timeout=30)
     assert all("out of coffee" in text for *_, text in errors)
     checkpoint = torch.load(path, weights_only=True)
     assert [g["lr"] for g in checkpoint["optimizer_states"][0]["param_groups"]] == [LR, LR]

@@ -293,7 +293,7 @@ def trainers():
 def test_the_noise_scale_is_that_of_the_trainer(loop, trainers):
     """Of the same samples in the same steps, to rounding; and it is among the metrics."""
     orders = {name: sum(global_batches([ranks[name] for ranks in trainers]), []) for name in CASES}
-    for result in run_ranks(_through_a_loop, 2, loop, orders, start="fork"):
+    for result in run_ranks(_through_a_loop, 2, loop, orders):
         for name in CASES:
             one = result[name]
             assert one["estimate"] == pytest.approx(trainers[0][name]["estimate"], rel=1e-12)

@@ -334,7 +334,7 @@ def _again(rank, another):
 
 @pytest.mark.parametrize("another", [True, False], ids=["with the callback", "without"])
 def test_a_training_that_failed_leaves_no_norms_to_the_next(another):
-    for result in (results := run_ranks(_again, 2, another, start="fork")):
+    for result in (results := run_ranks(_again, 2, another)):
         before, after = result["before"], result["after"]
         assert before.samples == 12
         assert len(result["seen"]) >= STEPS

@@ -144,7 +144,7 @@ def fails_at_40(rank, step):
 
 def test_a_run_ends_with_its_error_and_the_next_one_follows_in_the_same_file(tmp_path):
     for seconds in (fails_at_40, unequal):
-        found = run_ranks(trained, 2, 2, {"report": str(tmp_path), "replan": 8}, seconds, {}, start="fork")
+        found = run_ranks(trained, 2, 2, {"report": str(tmp_path), "replan": 8}, seconds, {})
         assert [error for *_, error in found] == ["ArithmeticError" if seconds is fails_at_40 else ""] * 2
     record, kinds = record_of(tmp_path)
     assert kinds.count("run") == kinds.count("end") == 2
@@ -267,7 +267,7 @@ def _elastic(rank, fails):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_elastic_run_ends_with_one_summary_of_its_merges_by_whatever_it_ends(fails):
-    (summary, *failed), silent = run_ranks(_elastic, 2, fails, start="fork")
+    (summary, *failed), silent = run_ranks(_elastic, 2, fails)
     assert failed == silent == ["failed"] * fails
     assert "over equal shares" in summary
     assert ("ArithmeticError: boom" in summary.splitlines()[-1]) == fails

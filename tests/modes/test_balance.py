@@ -54,7 +54,7 @@ def _swap(rank, policy):
 @pytest.mark.parametrize("policy", ["perf_model", "pid"])
 def test_split_follows_the_faster_process_and_back(policy):
     """Once a split fits, nothing moves it to and fro: two or three changes to each split, and then none."""
-    results = run_ranks(_swap, 2, policy, start="fork", timeout=240)
+    results = run_ranks(_swap, 2, policy, timeout=240)
     history = results[0]["history"]
     assert history == results[1]["history"]
     assert covered(results, 0) == list(range(64 * 200))
@@ -92,7 +92,7 @@ def seconds(sizes):
 
 def test_after_a_swing_of_speeds_the_split_is_near_the_optimum():
     least = min(seconds((i, j, TOTAL - i - j)) for i in range(1, TOTAL) for j in range(1, TOTAL - i))
-    history, *others = run_ranks(_swings, 3, start="fork", timeout=240)
+    history, *others = run_ranks(_swings, 3, timeout=240)
     assert others == [history, history]
     assert seconds((TOTAL // 3,) * 3) > 1.4 * least
     assert max(step for _, step, _ in history) < STEPS
@@ -179,7 +179,7 @@ def _learned(rank, averagers, speeds, clusters):
 )
 def test_every_averager_learns_the_split_of_its_workers(averagers, speeds, clusters):
     """One worker is twice as fast; what it waits for inside the hook of a bucket is no computing of its own."""
-    splits = run_ranks(_learned, len(speeds), averagers, speeds, clusters, start="fork", timeout=240)[0]
+    splits = run_ranks(_learned, len(speeds), averagers, speeds, clusters, timeout=240)[0]
     optimum = 24 * len(speeds) / speeds[0] / sum(1 / speed for speed in speeds)
     assert {name: sizes for name, sizes in splits.items() if abs(sizes[0] - optimum) > 2} == {}
 

@@ -158,7 +158,7 @@ def _dense(rank, ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_density_1_is_the_dense_gradient(ranks):
-    for name, results in by_name(run_ranks(_dense, ranks, ranks, start="fork", timeout=240)).items():
+    for name, results in by_name(run_ranks(_dense, ranks, ranks, timeout=240)).items():
         plain, ours = (alike(pair) for pair in zip(*results, strict=True))
         np.testing.assert_allclose(ours["grads"], plain["grads"], rtol=1e-4, atol=2e-7, err_msg=name)
         if name == "clipped":
@@ -427,12 +427,12 @@ def _go_on(rank, path, ranks, settings):
 def test_nothing_that_is_owed_is_lost_on_another_number_of_ranks_or_by_another_compressor(tmp_path):
     """Applied and left is all that was owed and came up since; on one rank, or by dense sums, it is paid at once."""
     path = str(tmp_path / "owed")
-    before = run_ranks(_owe, 3, path, 3, BlockTopK(**SPARSE, value_dtype="float32"), start="fork")
+    before = run_ranks(_owe, 3, path, 3, BlockTopK(**SPARSE, value_dtype="float32"))
     owed = sum(result["left"] for result in before)
     assert np.abs(owed).max() > 0.1
     plain = run_ranks(_go_on, 1, path, 1, {}, timeout=240)[0]["grads"]
     for name, (ranks, settings) in ELSEWHERE.items():
-        results = run_ranks(_go_on, ranks, path, ranks, settings, start="fork", timeout=240)
+        results = run_ranks(_go_on, ranks, path, ranks, settings, timeout=240)
         applied, kept = alike(results)["grads"], sum(result["left"] for result in results)
         total = plain.sum(axis=0) + owed
         np.testing.assert_allclose(applied.sum(axis=0) + kept, total, rtol=1e-3, atol=1e-3, err_msg=name)
@@ -477,7 +477,7 @@ def test_bytes_density_and_time_are_logged():
         "fp16": ring * 2 * sum(shape.numel() for shape in shapes),
         "low rank": ring * 4 * (40 + 7 + 7 + 7 + 1),  # the factors of the one matrix that is worth it, and all else
     }
-    for name, rows in run_ranks(_logged, 3, start="fork", timeout=240)[0].items():
+    for name, rows in run_ranks(_logged, 3, timeout=240)[0].items():
         assert len(rows) >= 2
         for row in rows[1:]:  # the first has the dense steps
             assert row["hetero/bytes_sent"] == row["hetero/bytes_received"] == pytest.approx(due[name], rel=1e-6)
@@ -557,7 +557,7 @@ def _measured(rank):
 
 @pytest.mark.slow("measures time")
 def test_what_auto_knows_is_measured():
-    one, other = run_ranks(_measured, 2, start="fork", timeout=240)
+    one, other = run_ranks(_measured, 2, timeout=240)
     assert one == other
     assert RATE / 2 < one.rate < 1.1 * RATE
     assert 0 < one.latency < auto.BENCHMARK.probe_bytes / RATE
@@ -690,6 +690,6 @@ def _corrupted(rank):
 def test_ranks_with_different_settings_and_corrupted_messages_end_the_run_on_every_rank():
     errors = run_ranks(_different, 2, expect_errors=True)
     assert [(rank, kind) for rank, kind, _ in errors] == [(0, "PlanMismatchError"), (1, "PlanMismatchError")]
-    errors = run_ranks(_corrupted, 2, expect_errors=True, start="fork")
+    errors = run_ranks(_corrupted, 2, expect_errors=True)
     assert [(rank, kind) for rank, kind, _ in errors] == [(0, "ValueError"), (1, "ValueError")]
     assert all("rank 0, bucket 0, step 2" in message for *_, message in errors)

@@ -91,7 +91,7 @@ def _ddp(rank, ranks, samples):
 @pytest.mark.parametrize(("ranks", "samples"), [(1, 64), (2, 64), (3, 66)])
 def test_one_batch_each_and_the_plain_mean_are_synchronous_sgd(ranks, samples):
     """Averaging replicas after one update each is averaging their gradients, local momentum included."""
-    found = run_ranks(_ddp, ranks, ranks, samples, timeout=240, start="fork")
+    found = run_ranks(_ddp, ranks, ranks, samples, timeout=240)
     for result in found:
         np.testing.assert_allclose(result["elastic"]["weights"], result["ddp"]["weights"], **EXACT)
         assert result["elastic"]["steps"] == result["ddp"]["steps"]
@@ -172,7 +172,7 @@ def test_every_setting_changes_the_merge_or_the_next_batches():
     keywords = set(inspect.signature(HeteroElasticStrategy).parameters)
     assert {name for case in CASES for name in case} == keywords - {"mega_batch_size", "mega_batch_batches", "kwargs"}
     different = set()
-    for case, found, other in zip(CASES, *run_ranks(_merged, 2, CASES, timeout=240, start="fork"), strict=True):
+    for case, found, other in zip(CASES, *run_ranks(_merged, 2, CASES, timeout=240), strict=True):
         assert found == other
         updates, sizes, weights, perturbed, (before, first, second) = found
         rule = MERGES[case.get("merge", "adaptive")]
@@ -418,7 +418,7 @@ def _resumed(rank, merge, folder):
 @pytest.mark.parametrize("merge", sorted(MERGES))
 def test_resume_is_as_if_there_had_been_no_break(tmp_path, merge):
     """Sizes, momentum of the global model, replicas and each rank's optimizer all come back; the data go on."""
-    whole, inside, end = zip(*run_ranks(_resumed, 2, merge, tmp_path, timeout=240, start="fork"), strict=True)
+    whole, inside, end = zip(*run_ranks(_resumed, 2, merge, tmp_path, timeout=240), strict=True)
     for resumed, left in ((inside, 16), (end, 0)):
         for a, b in zip(whole, resumed, strict=True):
             np.testing.assert_array_equal(a["weights"], b["weights"])
@@ -446,7 +446,7 @@ def _elsewhere(rank, folder, ranks):
 
 def test_resume_with_another_number_of_workers_and_to_and_from_plain_ddp(tmp_path):
     for ranks in (2, 3):
-        found = run_ranks(_elsewhere, ranks, str(tmp_path), ranks, timeout=240, start="fork")
+        found = run_ranks(_elsewhere, ranks, str(tmp_path), ranks, timeout=240)
         for name in found[0]:
             results = [result[name] for result in found]
             assert covered(results, 1) == list(range(64))
@@ -472,7 +472,7 @@ def _best(rank, folder):
 
 
 def test_the_best_checkpoint_has_one_name_on_all_ranks(tmp_path):
-    for (one, most), (other, least) in zip(*run_ranks(_best, 2, str(tmp_path), timeout=240, start="fork"), strict=True):
+    for (one, most), (other, least) in zip(*run_ranks(_best, 2, str(tmp_path), timeout=240), strict=True):
         assert most > least
         assert one == other
         assert os.path.exists(one[0])
@@ -517,7 +517,7 @@ def _around(rank, folder):
 
 
 def test_metrics_summary_second_fits_data_that_grow_and_early_stops(tmp_path):
-    ranks = run_ranks(_around, 2, str(tmp_path), timeout=240, start="fork")
+    ranks = run_ranks(_around, 2, str(tmp_path), timeout=240)
     header, *lines = next(tmp_path.rglob("metrics.csv")).read_text().splitlines()
     named = {"hetero/updates/rank1", "hetero/merge_weight/rank0", "hetero/local_batch_size/rank1"}
     assert named <= set(header.split(","))
@@ -625,14 +625,14 @@ def _refused(rank):
 
 
 def test_settings_that_need_all_ranks_are_refused_on_every_rank():
-    assert run_ranks(_refused, 2, start="fork", timeout=240) == [True, True]
+    assert run_ranks(_refused, 2, timeout=240) == [True, True]
 
 
 @pytest.mark.parametrize(
     ("model", "match"), [(LogsSteps, "on_step=False"), (Saves, "a checkpoint"), (SkipsEpoch, "leaving an epoch")]
 )
 def test_what_needs_all_ranks_is_refused_inside_a_mega_batch(model, match):
-    errors = run_ranks(_each, 2, {"": {"model": model, "costs": None}}, expect_errors=True, timeout=30, start="fork")
+    errors = run_ranks(_each, 2, {"": {"model": model, "costs": None}}, expect_errors=True, timeout=30)
     assert len(errors) == 2
     assert any(match in text for *_, text in errors)
 
@@ -698,7 +698,7 @@ def test_a_worker_that_is_asked_to_end_tells_all_at_the_merge(how, tmp_path):
     """All ranks end there, so that what saves at an exception can save."""
     path = str(tmp_path / "end.ckpt")
     case = {"model": partial(Ends, how), "callbacks": [partial(SavesAtTheEnd, path)], "costs": None}
-    errors = run_ranks(_each, 2, {"": case}, expect_errors=True, timeout=30, start="fork")
+    errors = run_ranks(_each, 2, {"": case}, expect_errors=True, timeout=30)
     assert [kind for _, kind, _ in errors] == ["SIGTERMException"] * 2
     assert torch.load(path, weights_only=True)["hetero_elastic"]["position"] == [0, 24]
 
@@ -710,7 +710,7 @@ def test_a_worker_that_ends_alone_is_named_and_nobody_waits_for_ever(how, rank, 
     """What saves at an exception saves nothing then; the store, which hands out the batches, is rank 0's."""
     path = str(tmp_path / "end.ckpt")
     case = {"model": partial(Ends, how, rank), "callbacks": [partial(SavesAtTheEnd, path)], "costs": None}
-    errors = run_ranks(_each, 2, {"": case}, expect_errors=True, timeout=60, start="fork")
+    errors = run_ranks(_each, 2, {"": case}, expect_errors=True, timeout=60)
     found = {number: (kind, message) for number, kind, message in errors}
     if how != "killed":
         assert found[1][0] == "ArithmeticError"
@@ -738,7 +738,7 @@ class Stuck(Regressor):
 
 def test_the_share_of_a_worker_that_stops_claiming_is_done_by_the_rest():
     case = {"arguments": {"mega_batch_size": 64}, "model": partial(Stuck, False), "costs": None}
-    results = elastic({"": case}, start="fork")[""]
+    results = elastic({"": case})[""]
     assert results[0]["merges"][0].updates == (14, 2)
     alike(results)
 
@@ -747,6 +747,6 @@ def test_the_share_of_a_worker_that_stops_claiming_is_done_by_the_rest():
 def test_a_worker_that_is_stuck_is_named_after_the_timeout():
     arguments = {"mega_batch_size": 64, "timeout": timedelta(seconds=3)}
     case = {"arguments": arguments, "model": partial(Stuck, True), "costs": None}
-    errors = run_ranks(_each, 2, {"": case}, expect_errors=True, timeout=90, start="fork")
+    errors = run_ranks(_each, 2, {"": case}, expect_errors=True, timeout=90)
     assert errors[0][:2] == (0, "ElasticWorkerError")
     assert "nothing is heard: 1" in errors[0][2]

@@ -115,7 +115,7 @@ def _learns(rank, speeds, settings, kwargs, timed, folder=None):
 
 def learned(speeds, settings=None, *args, timed=True, **kwargs):
     """In new processes, whose time is counted."""
-    return run_ranks(_learns, len(speeds), speeds, settings or {}, kwargs, timed, *args, start="fork", timeout=240)
+    return run_ranks(_learns, len(speeds), speeds, settings or {}, kwargs, timed, *args, timeout=240)
 
 
 SPEEDS = (0.0008, 0.0024)  # seconds per sample: of 32 samples, 24 and 8 take equally long
@@ -286,7 +286,7 @@ def test_training_resumes_inside_an_epoch_on_any_number_of_ranks(tmp_path, files
     for sizes in ([7, 3], [5, 4, 1], [10], [1, 2, 3, 4]):
         model = AsksForSteps if sizes == [7, 3] else Sharded
         more = {**settings, "replicate_size": 2 if len(sizes) == 4 else 1}
-        rest = run_ranks(_train, len(sizes), sizes, more, {"ckpt_path": str(path)}, model, start="fork", timeout=240)
+        rest = run_ranks(_train, len(sizes), sizes, more, {"ckpt_path": str(path)}, model, timeout=240)
         assert sorted(before + covered(rest, 1)) == covered(rest, 2) == list(range(70))
         for result in rest:
             assert result["steps"] == 21
@@ -375,10 +375,10 @@ def _raises(rank, folder, ranks):
 
 def test_a_rank_alone_saves_no_shards_and_waits_for_nobody(tmp_path):
     """One rank that is all does save."""
-    errors = run_ranks(_raises, 2, tmp_path, 2, expect_errors=True, timeout=60, start="fork")
+    errors = run_ranks(_raises, 2, tmp_path, 2, expect_errors=True, timeout=60)
     assert [(rank, kind) for rank, kind, _ in errors] == [(0, "RuntimeError"), (1, "RuntimeError")]
     assert not list(tmp_path.iterdir())
-    assert run_ranks(_raises, 1, tmp_path, 1, expect_errors=True, start="fork")[0][1] == "ArithmeticError"
+    assert run_ranks(_raises, 1, tmp_path, 1, expect_errors=True)[0][1] == "ArithmeticError"
     assert [file.name for file in tmp_path.iterdir()] == ["on_exception.ckpt"]
 
 
@@ -515,7 +515,7 @@ def _refused(rank):
 
 
 def test_what_cannot_be_sharded_is_refused_on_every_rank():
-    assert run_ranks(_refused, 2, timeout=120, start="fork") == [True, True]
+    assert run_ranks(_refused, 2, timeout=120) == [True, True]
 
 
 class OtherDevice(Sharded):
@@ -534,6 +534,6 @@ def _differs(rank, kind):
 
 @pytest.mark.parametrize(("kind", "match"), [("device", "kind of device"), ("deeper", "the model")])
 def test_ranks_that_differ_are_refused_on_every_rank(kind, match):
-    errors = run_ranks(_differs, 2, kind, expect_errors=True, timeout=60, start="fork")
+    errors = run_ranks(_differs, 2, kind, expect_errors=True, timeout=60)
     assert [rank for rank, *_ in errors] == [0, 1]
     assert all(match in message for *_, message in errors)

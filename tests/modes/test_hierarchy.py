@@ -35,14 +35,14 @@ CLUSTERS = [[0, 2, 3], [1]]
 
 
 def test_few_blocks_cross_and_leaders_alone_owe():
-    ranks = run_ranks(_train, 4, SPARSE, CLUSTERS, start="fork", timeout=240)
+    ranks = run_ranks(_train, 4, SPARSE, CLUSTERS, timeout=240)
     assert 0.02 < (alike(ranks)["grads"][2:] != 0).mean() < 0.4
     assert [bool(np.any(result["left"])) for result in ranks] == [True, True, False, False]
 
 
 @pytest.mark.parametrize(("rank", "compression"), [(3, None), (1, SPARSE)], ids=["a member", "a leader"])
 def test_a_worker_that_fails_ends_the_others(rank, compression):
-    errors = run_ranks(_train, 4, compression, CLUSTERS, rank, start="fork", expect_errors=True)
+    errors = run_ranks(_train, 4, compression, CLUSTERS, rank, expect_errors=True)
     assert [number for number, *_ in errors] == [0, 1, 2, 3]
 
 

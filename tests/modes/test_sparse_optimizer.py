@@ -234,7 +234,7 @@ def _wrong(rank):
 
 
 def test_what_cannot_work_is_refused_on_every_rank():
-    assert run_ranks(_wrong, 2, start="fork", timeout=240) == [True, True]
+    assert run_ranks(_wrong, 2, timeout=240) == [True, True]
     for settings in ({}, {"compression": "fp16"}, {"compression": "powersgd"}):
         with pytest.raises(ValueError, match="sparse_optimizer=True"):
             HeteroDDPStrategy(**settings, sparse_optimizer=True)
@@ -275,7 +275,7 @@ def _loop(rank, front):
 
 @pytest.mark.parametrize("front", ["fabric", "accelerate"])
 def test_fabric_and_accelerate_step_and_clip_likewise(front):
-    (weights, grads), (other, _) = run_ranks(_loop, 2, front, env={"OMP_NUM_THREADS": "1"}, timeout=240, start="fork")
+    (weights, grads), (other, _) = run_ranks(_loop, 2, front, env={"OMP_NUM_THREADS": "1"}, timeout=240)
     np.testing.assert_array_equal(weights, other)
     expected = replay(torch.optim.SGD, NESTEROV, grads, [NESTEROV["lr"]] * len(grads))
     np.testing.assert_allclose(weights, expected, rtol=1e-9, atol=1e-11)

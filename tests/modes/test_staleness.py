@@ -352,7 +352,7 @@ def test_nothing_is_lost_wherever_training_ends_and_whatever_goes_on(tmp_path):
     before = [{"seen": found["saved"]["seen"][:5]} for found in ranks]
     for name, case in ELSEWHERE.items():
         case = {**LATE, **case, "schedule": {5: []}, "ckpt_path": str(tmp_path / "5")}
-        ranks = run_ranks(_each, len(case.get("sizes", (7, 3))), {"rest": case}, start="fork", timeout=240)
+        ranks = run_ranks(_each, len(case.get("sizes", (7, 3))), {"rest": case}, timeout=240)
         rest = [found["rest"] for found in ranks]
         np.testing.assert_allclose(rest[0]["weights"], summed(before, rest), **EXACT, err_msg=name)
 
@@ -392,7 +392,7 @@ class Dies(L.Callback):
 
 @pytest.mark.parametrize("case", [{"schedule": {1: ALL}}, {**SPARSE, "schedule": {1: True}}], ids=["sums", "blocks"])
 def test_a_worker_that_fails_ends_the_others_while_something_is_under_way(case):
-    errors = run_ranks(_each, 2, {"fails": {**case, "callbacks": [Dies]}}, expect_errors=True, start="fork")
+    errors = run_ranks(_each, 2, {"fails": {**case, "callbacks": [Dies]}}, expect_errors=True)
     assert {rank for rank, *_ in errors} == {0, 1}
 
 

@@ -289,7 +289,7 @@ def test_a_saved_run_goes_on_at_the_next_batch(front_end, tmp_path):
     even = [found["even"] for found in ranks]
     every_sample_once([*before, *even])
     assert sorted(len(result["seen"][0][2]) for result in even) == [4, 6], "the plan of the checkpoint is no multiple"
-    every_sample_once([*before, *run_ranks(_more, 3, front_end, str(tmp_path), env=ENV, start="fork", timeout=240)])
+    every_sample_once([*before, *run_ranks(_more, 3, front_end, str(tmp_path), env=ENV, timeout=240)])
 
 
 WRONG = {

@@ -247,7 +247,7 @@ def _two_loaders(rank, name):
 
 @pytest.mark.parametrize("name", ["fabric", "accelerate"])
 def test_losses_of_two_loaders_equal_one_process_by_themselves_and_are_refused_joined(name):
-    ranks = run_ranks(_two_loaders, 2, name, env=ENV, start="fork", timeout=240)  # after an error, heartbeats go on
+    ranks = run_ranks(_two_loaders, 2, name, env=ENV, timeout=240)  # after an error, heartbeats go on
     for found in ranks:
         for kind, uneven in itertools.product(("joined", "concatenated"), (True, False)):
             text, step = found[kind, uneven]
@@ -450,7 +450,7 @@ def _told(rank, name, cases):
 
 def told(name, *cases):
     """The settings that rank 0 names in each run; other ranks say nothing."""
-    first, *others = run_ranks(_told, 2, name, cases, env=ENV, start="fork", timeout=240)
+    first, *others = run_ranks(_told, 2, name, cases, env=ENV, timeout=240)
     assert all(not any(found) for found in others)
     return first
 
@@ -591,7 +591,7 @@ def _gathering(rank, name):
 @pytest.mark.parametrize("name", FRONTS)
 def test_a_gather_by_the_loss_is_torchs_of_equal_batches_and_an_error_of_unequal_ones(name):
     """Also in a validation. Sums, and gathers while the split may move, are named once, with the user's line."""
-    first, second = run_ranks(_gathering, 2, name, env=ENV, start="fork", timeout=240)
+    first, second = run_ranks(_gathering, 2, name, env=ENV, timeout=240)
     assert [second[split][2] for split in SPLITS] == [[], [], []]
     (unequal, _, said), (same, _, _) = first["unequal"], second["unequal"]
     assert len(unequal) == 2

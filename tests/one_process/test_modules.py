@@ -320,7 +320,7 @@ def _split(rank, rows):
 def split(strategy, ranks):
     rows = [row for row in ROWS if row[0] == strategy and len(CASES[row[1]].sizes) == ranks]
     try:
-        results = run_ranks(_split, ranks, rows, timeout=240, start="fork")
+        results = run_ranks(_split, ranks, rows, timeout=240)
     except Exception as error:  # noqa: BLE001 - raised by each case's own test
         return error
     return dict(zip(rows, zip(*results, strict=True), strict=True))
@@ -332,7 +332,7 @@ def _alone(rank):
 
 @pytest.fixture(scope="module")
 def alone():
-    return run_ranks(_alone, 1, timeout=240, start="fork")[0]
+    return run_ranks(_alone, 1, timeout=240)[0]
 
 
 @pytest.mark.parametrize(("strategy", "name"), ROWS)
