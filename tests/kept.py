@@ -70,4 +70,4 @@ def _keep(rank, world_size, function, arguments, kwargs):
 def run_kept(function, world_size, *arguments, timeout=90.0, **kwargs):
     """Exit codes of ``function(*arguments)`` in each slot, started again when it is lost, as a keeper does."""
     given = (world_size, function, arguments, kwargs)
-    return run_ranks(_keep, world_size, *given, timeout=timeout, env={"OMP_NUM_THREADS": "1"})
+    return run_ranks(_keep, world_size, *given, timeout=timeout, env={"OMP_NUM_THREADS": "1"}, start="fork")

@@ -1,0 +1,584 @@
+"""Ranks over streams: each sample once, equally many steps, whatever the lengths, plans, ends and errors.
+
+Ranks are threads of one process here, with what a control plane gives each of them.
+"""
+
+import itertools
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from lightning_hetero.comm.agreement.shared_counter import SharedCounter
+from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core import BatchPlan, PlanEntry, PlanHistory
+from lightning_hetero.core.batching.plan import NO_LIMIT
+from lightning_hetero.core.batching.stream_steps import StreamRules
+from lightning_hetero.data.streams.buffers import SampleBuffer
+from lightning_hetero.data.streams.claims import FINISHED, ClaimedShards, ClaimLedger, claim_order, claimable
+from lightning_hetero.data.streams.fingerprint import fingerprint
+from lightning_hetero.data.streams.loaders import is_stream, sample_stream, with_batches
+from lightning_hetero.data.streams.own import BLOCK, ClaimedStreamSampler, OwnStreamSampler
+from lightning_hetero.data.streams.sampler import WholeStreamSampler
+from lightning_hetero.data.streams.source import Drawing, SampleStream
+from tests.helpers import collected
+from tests.streams import Batches, Loader, Numbered, Sharded, Sized
+
+KINDS = {"mine": OwnStreamSampler, "whole": WholeStreamSampler, "claim": ClaimedStreamSampler}
+every_kind = pytest.mark.parametrize("shard", KINDS)
+LENGTHS = [9, 0, 4, 17, 8, 1, 20, 14]
+
+
+class Board:
+    """What ranks have told, call by call."""
+
+    def __init__(self, ranks):
+        self.ranks, self.told, self.changed = ranks, {}, threading.Condition()
+
+
+class Peer:
+    """One rank among threads."""
+
+    def __init__(self, board, rank):
+        self.rank, self.world_size, self.board, self.calls = rank, board.ranks, board, 0
+
+    def _tell(self, value):
+        call, self.calls = self.calls, self.calls + 1
+        with self.board.changed:
+            self.board.told.setdefault(call, {})[self.rank] = value
+            self.board.changed.notify_all()
+        return lambda: self._read(call)
+
+    def _read(self, call):
+        told = self.board.told[call]
+        with self.board.changed:
+            if not self.board.changed.wait_for(lambda: len(told) == self.world_size, timeout=60):
+                raise TimeoutError(f"call {call}: only ranks {sorted(told)} have come")
+        return [told[rank] for rank in range(self.world_size)]
+
+    def gather_objects(self, value):
+        return self._tell(value)()
+
+    def gather_later(self, values):
+        wait = self._tell(np.array(values))
+        return lambda: np.stack(wait())
+
+    def gather(self, values):
+        return self.gather_later(values)()
+
+
+def on_threads(ranks, run):
+    """``run(peer)`` on every rank at once: the results, and an exception in place of one that was raised."""
+    board, results = Board(ranks), [None] * ranks
+
+    def one(rank):
+        try:
+            results[rank] = run(Peer(board, rank))
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            results[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    return results
+
+
+def plans(*entries):
+    return PlanHistory(tuple(PlanEntry(epoch, step, BatchPlan(sum(sizes), sizes)) for epoch, step, sizes in entries))
+
+
+def indices(batch):
+    return (batch["index"] if isinstance(batch, dict) else batch[2]).tolist()
+
+
+def sampler_of(peer, shard, data, history, *, batch_size=3, rules=None, store=None, **given):
+    stream = SampleStream(DataLoader(data, batch_size), shard)
+    counted = {"counter": SharedCounter(store, "run")} if shard == "claim" else {}
+    return KINDS[shard](stream, lambda: history, peer, rules or StreamRules(), **counted, **given)
+
+
+def alone(shard, data, sizes, **given):
+    return sampler_of(Peer(Board(1), 0), shard, data, plans((0, 0, sizes)), **given)
+
+
+def passed(shard, datasets, history, *, epochs=1, steps=None, start=(0, 0), state=None, **given):
+    """What each rank sees of each epoch: sizes of all ranks, and the samples that count, step by step."""
+    store = dist.HashStore()
+
+    def run(peer):
+        sampler = sampler_of(peer, shard, datasets[peer.rank], history, store=store, start=start, **given)
+        sampler.resume_from(state or {})
+        seen, drawn, regular = [], [], []
+        for epoch in range(start[0], epochs):
+            sampler.set_epoch(epoch)
+            first = start[1] if epoch == start[0] else 0
+            for step, batch in enumerate(itertools.islice(sampler, steps), first):
+                sizes = sampler.sizes_at(epoch, step)
+                own = indices(batch) if sizes[peer.rank] else []
+                assert len(own) == sizes[peer.rank]
+                assert sampler.drawn > (epoch, step)
+                seen.append((epoch, sizes, own))
+                drawn.append(len(indices(batch)))
+                regular.append(sampler.step_at(epoch, step).regular)
+            assert steps is not None or sampler.num_batches(epoch) == step + 1
+        shards = sampler.shards((epoch, step)) if shard == "claim" else {}
+        return {"seen": seen, "drawn": drawn, "regular": regular, "state": {**sampler.taken((epoch, step)), **shards}}
+
+    results = on_threads(len(datasets), run)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
+
+
+def taken(*runs, epoch=0):
+    return sorted(i for results in runs for r in results for e, _, own in r["seen"] if e == epoch for i in own)
+
+
+def data_of(shard, ranks, everything=73, ends=()):
+    """Streams of ranks that together have these samples."""
+    if shard == "mine":
+        ends = [0, *(ends or [everything * (rank + 1) // ranks - 7 * (rank + 1 < ranks) for rank in range(ranks)])]
+        return [Numbered(range(a, b)) for a, b in itertools.pairwise([*ends[:-1], everything])]
+    return [Numbered(range(everything)) if shard == "whole" else Sharded(LENGTHS)] * ranks
+
+
+@every_kind
+def test_each_sample_is_taken_once_by_any_number_of_ranks(shard, seed):
+    draw = np.random.default_rng(seed)
+    for _ in range(6):
+        ranks, low = int(draw.integers(1, 5)), 1 if shard == "claim" else int(draw.choice([1, 1, 2]))
+        sizes = [tuple(draw.integers(low, 10, ranks).tolist()) for _ in range(3)]
+        history = plans((0, 0, sizes[0]), (0, int(draw.integers(1, 5)), sizes[1]), (1, 2, sizes[2]))
+        borders = sorted((2 * draw.integers(0, 37, ranks - 1)).tolist())
+        given = {"rules": StreamRules(low), "batch_size": int(draw.integers(1, 9))} if shard != "claim" else {}
+        samples = 72 if shard != "claim" else 73
+        results = passed(shard, data_of(shard, ranks, samples, [*borders, samples]), history, epochs=2, **given)
+        for epoch in range(2):
+            assert taken(results, epoch=epoch) == list(range(samples))
+        assert len({tuple(sizes for _, sizes, _ in r["seen"]) for r in results}) == 1
+        assert all(size == 0 or size >= low for _, sizes, _ in results[0]["seen"] for size in sizes)
+
+
+def test_the_whole_stream_is_cut_in_the_order_of_one_process():
+    results = passed("whole", data_of("whole", 2, 20), plans((0, 0, (4, 2)), (0, 2, (1, 5))))
+    assert [own for _, _, own in results[0]["seen"]] == [[0, 1, 2, 3], [6, 7, 8, 9], [12], []]
+    assert [own for _, _, own in results[1]["seen"]] == [[4, 5], [10, 11], [13, 14, 15, 16, 17], [18, 19]]
+
+
+@pytest.mark.parametrize("shard", ["mine", "whole"])
+def test_rows_of_batches_that_the_dataset_makes_are_taken_once(shard):
+    data = [Batches(range(31)), Batches(range(31, 50))] if shard == "mine" else [Batches(range(50))] * 2
+    results = passed(shard, data, plans((0, 0, (5, 3)), (0, 2, (2, 6))), batch_size=None)
+    assert taken(results) == list(range(50))
+
+
+def test_who_has_ended_leaves_its_share_to_others_and_runs_the_smallest_batch():
+    results = passed(
+        "mine", [Numbered(range(20)), Numbered(range(20, 73))], plans((0, 0, (4, 4))), rules=StreamRules(2)
+    )
+    sizes = [sizes for _, sizes, _ in results[0]["seen"]]
+    assert sizes[:5] == [(4, 4)] * 5
+    assert set(sizes[5:-1]) == {(0, 8)}
+    assert set(results[0]["drawn"][5:]) == {2}, "more of it would be computed for nothing"
+    empty = passed("mine", [Numbered([]), Numbered(range(12)), Numbered([])], plans((0, 0, (2, 2, 2))))
+    assert taken(empty) == list(range(12))
+    assert [sizes for _, sizes, _ in empty[0]["seen"]] == [(0, 6, 0)] * 2
+    assert all(drawn >= 1 for r in empty for drawn in r["drawn"])
+    last = passed("whole", data_of("whole", 2, 15), plans((0, 0, (8, 4))), rules=StreamRules(2))
+    assert [sizes for _, sizes, _ in last[0]["seen"]] == [(8, 4), (3, 0)]
+
+
+@pytest.mark.parametrize("shard", ["mine", "whole"])
+def test_ragged_last_batches_may_be_dropped(shard):
+    results = passed(shard, data_of(shard, 2), plans((0, 0, (5, 3))), rules=StreamRules(drop_last=True))
+    assert {sum(sizes) for _, sizes, _ in results[0]["seen"]} == {8}
+    assert len(taken(results)) == 72
+
+
+def test_fast_ranks_claim_more_shards():
+    results = passed("claim", data_of("claim", 3), plans((0, 0, (4, 1, 1))))
+    assert results[0]["seen"][3][1] == (4, 1, 1)
+    assert len(taken(results[:1])) > len(taken(results[1:2]))
+
+
+def test_no_sample_at_all_is_an_epoch_of_no_steps():
+    history = plans((0, 0, (2, 2)))
+    assert on_threads(2, lambda peer: list(sampler_of(peer, "mine", Numbered([]), history))) == [[], []]
+
+
+@pytest.mark.parametrize("shard", ["mine", "whole"])
+def test_steps_that_wait_for_others_or_are_ragged_are_not_timed(shard):
+    data = [Numbered(range(20)), Numbered(range(20, 30))] if shard == "mine" else data_of("whole", 2, 45)
+    (first, _) = passed(shard, data, plans((0, 0, (4, 2))))
+    assert first["regular"] == [False, False, *[True] * (3 if shard == "mine" else 5), *[False] * (shard == "whole")]
+
+
+# resumption
+
+
+@every_kind
+@pytest.mark.parametrize(("stop", "before", "after"), [(1, 2, 2), (5, 2, 2), (4, 2, 3), (4, 3, 1), (6, 1, 2)])
+def test_an_epoch_goes_on_behind_what_was_taken(shard, stop, before, after):
+    sizes = {1: (6,), 2: (4, 2), 3: (4, 1, 1)}
+    first = passed(shard, data_of(shard, before), plans((0, 0, sizes[before])), steps=stop)
+    state = first[0]["state"]
+    assert all(r["state"] == state for r in first)
+    changed = plans((0, 0, sizes[before]), (0, stop, sizes[after]))
+    if shard == "mine" and before != after:
+        with pytest.raises(ValueError, match=f"{before} ranks"):
+            passed(shard, data_of(shard, after), changed, start=(0, stop), state=state)
+        passed(shard, data_of(shard, after), changed, start=(1, 0), epochs=2, state=state)
+        return
+    middle = passed(shard, data_of(shard, after), changed, start=(0, stop), steps=2, state=state)
+    state = middle[0]["state"]
+    rest = passed(shard, data_of(shard, after), changed, start=(0, stop + 2), state=state)
+    assert taken(first, middle, rest) == list(range(73))
+    if shard != "claim" and after == before:
+        whole = passed(shard, data_of(shard, after), changed)
+        assert [r["seen"][stop + 2 :] for r in whole] == [r["seen"] for r in rest]
+
+
+def test_without_a_state_of_the_step_it_is_what_the_plans_say():
+    history = plans((0, 0, (3, 2)), (0, 2, (2, 3)))
+    whole, rest = (passed("mine", data_of("mine", 2), history, start=start) for start in ((0, 0), (0, 4)))
+    assert [r["seen"] for r in rest] == [r["seen"][4:] for r in whole]
+    with pytest.raises(ValueError, match="shard='claim'"):
+        passed("claim", data_of("claim", 1), plans((0, 0, (5,))), start=(0, 3))
+
+
+def test_what_a_rank_has_finished_stays_finished():
+    """What it runs with weight 0 afterwards is not trained on again, and the next epoch begins anew."""
+    given = [Sharded([2, 9])] * 2, plans((0, 0, (1, 3)))
+    for stop in range(1, len(passed("claim", *given)[0]["seen"])):
+        first = passed("claim", *given, steps=stop)
+        assert taken(first, passed("claim", *given, start=(0, stop), state=first[0]["state"])) == list(range(11))
+    results = passed("claim", [Sharded([5, 4, 9])] * 2, plans((0, 0, (2, 2))), epochs=2, steps=3)
+    done = results[0]["state"]["shards"][3]
+    parts = {0: range(5), 1: range(5, 9), 2: range(9, 18)}
+    known = [i for shard, number in done.items() for i in list(parts[shard])[: None if number < 0 else number]]
+    assert sorted(known) == taken(results, epoch=1)
+
+
+def test_another_kind_of_share_may_begin_between_epochs_only():
+    state = {"shard": "mine", "epoch": 1}
+    alone("whole", Numbered(range(20)), (4,), start=(1, 0)).resume_from(state)
+    with pytest.raises(ValueError, match="shard='mine'"):
+        alone("whole", Numbered(range(20)), (4,), start=(1, 2)).resume_from(state)
+    sampler = alone("whole", Numbered(range(20)), (4,), start=(1, 3))
+    assert len(list(sampler)) == 2
+    sampler.set_epoch(0)
+    assert len(list(sampler)) == 5, "an earlier epoch than that of the state begins at its start"
+
+
+# lengths, and how far ranks draw ahead
+
+
+def test_lengths_are_known_once_a_pass_has_ended_or_where_the_data_say_so():
+    sampler = alone("whole", Numbered(range(20)), (4,))
+    assert sampler.num_batches(0) == NO_LIMIT
+    with pytest.raises(TypeError, match="not known"):
+        len(sampler)
+    assert len(list(sampler)) == 5 == sampler.num_batches(0)
+    next(iter(sampler))
+    assert sampler.num_batches(0) == NO_LIMIT, "a pass that begins anew does not know its end"
+    for shard in ("mine", "whole"):
+        assert len(alone(shard, Sized(range(20)), (7,), num_samples=40)) == 6
+        for rules in (StreamRules(2), StreamRules(multiple=2), StreamRules(max_local=(9,))):
+            assert alone(shard, Sized(range(20)), (7,), num_samples=40, rules=rules).num_batches(0) == NO_LIMIT
+
+
+def test_no_step_waits_for_a_message_that_was_not_sent_a_block_before_and_samples_are_drawn_as_steps_take_them():
+    events, drawn, step = [], [], 0
+
+    class Recorded(Peer):
+        def gather_later(self, values):
+            wait, sent = super().gather_later(values), step
+            return lambda: (events.append((sent, step)), wait())[1]
+
+    class Noted(Numbered):
+        def __iter__(self):
+            for sample in super().__iter__():
+                drawn.append(sample[2])
+                yield sample
+
+    counts = []
+    for _ in sampler_of(Recorded(Board(1), 0), "mine", Noted(range(73)), plans((0, 0, (2,))), batch_size=1):
+        step += 1
+        counts.append(len(drawn))
+    assert events[:3] == [(0, 0), (0, 1), (1, 3)]
+    assert all(waited - sent == BLOCK for sent, waited in events[3:-2])
+    assert len(events) > 9
+    assert all(after - before <= 2 for before, after in itertools.pairwise(counts[BLOCK:]))
+    ahead = [count - 2 * (number + 1) for number, count in enumerate(counts)]
+    assert BLOCK < max(ahead[:20]) / 2 <= 2 * BLOCK
+
+
+def test_a_plan_holds_from_beyond_what_any_rank_has_drawn():
+    history = [plans((0, 0, (5, 3)))]
+    seen, drawn = [], []
+
+    def run(peer):
+        stream = SampleStream(DataLoader(Numbered(range(27 * peer.rank, 73)), 4), "mine")
+        sampler = OwnStreamSampler(stream, lambda: history[0], peer, StreamRules())
+        for step, _ in enumerate(sampler):
+            if step == 2:
+                start = max(peer.gather_objects(sampler.drawn))
+                if peer.rank == 0:
+                    history[0] = history[0].extended(PlanEntry(*start, BatchPlan(8, (3, 5))))
+                    drawn.append(start[1])
+                peer.gather_objects(None)
+            if peer.rank == 0:
+                seen.append(sampler.sizes_at(0, step))
+
+    assert on_threads(2, run) == [None, None]
+    assert seen.index((3, 5)) == drawn[0] <= 3 + 2 * BLOCK
+
+
+# what cannot be
+
+
+@every_kind
+def test_an_error_of_one_stream_ends_every_rank(shard):
+    store = dist.HashStore()
+
+    def run(peer):
+        data = Numbered(range(30), fails_at=0 if shard == "whole" else 11) if peer.rank else Numbered(range(30))
+        if shard == "claim":
+            data = Sharded([40, 33])
+            data.open_shard = lambda index: Numbered(range(40), fails_at=11 if index else None)
+        list(sampler_of(peer, shard, data, plans((0, 0, (2, 2))), store=store))
+
+    results = on_threads(2, run)
+    assert sorted(type(error).__name__ for error in results) == ["OSError", "RuntimeError"]
+    (other,) = [error for error in results if isinstance(error, RuntimeError)]
+    assert shard == "whole" or "OSError: the archive ends here" in str(other)
+    for streams in ([Numbered(range(73)), Numbered(range(73), fails_at=40)], [Numbered(range(73), fails_at=40)] * 2):
+        if shard == "whole":
+            with pytest.raises((OSError, RuntimeError), match="the archive ends here|rank 1"):
+                passed("whole", streams, plans((0, 0, (5, 3))))
+
+
+@pytest.mark.parametrize("other", [range(1, 31), range(29), range(33), range(37), range(40)])
+def test_whole_streams_that_differ_are_refused(other):
+    with pytest.raises(ValueError, match="shard='whole'|left of it differ"):
+        passed("whole", [Numbered(range(30)), Numbered(other)], plans((0, 0, (5, 3))))
+
+
+def test_ranks_that_read_the_same_as_their_own_are_told_once_and_empty_ones_are_not_named():
+    lines = collected()
+    passed("mine", [Numbered(range(30)), Numbered(range(1, 31))], plans((0, 0, (5, 3))))
+    assert not lines
+    passed("mine", [Numbered(range(30))] * 2, plans((0, 0, (5, 3))), epochs=2)
+    assert len(lines) == 1
+    assert "ranks 0, 1 " in lines[0]
+    passed("mine", [Numbered([]), Numbered(range(9)), Numbered([]), Numbered(range(9))], plans((0, 0, (2, 2, 2, 2))))
+    assert "ranks 1, 3 " in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("loader", "shard"),
+    [
+        (DataLoader(Numbered([1]), 2), "own"),
+        (DataLoader(Numbered([1]), 2), "claim"),
+        (DataLoader(Sharded([1]), None), "claim"),
+        (Loader([1]), "claim"),
+    ],
+)
+def test_what_cannot_be_shared_in_that_way_is_refused(loader, shard):
+    with pytest.raises(ValueError, match=f"shard='{shard}'"):
+        SampleStream(loader, shard)
+
+
+# loaders as streams
+
+
+class Counting(DataLoader):
+    """A loader of a class of its own, as streaming libraries have them."""
+
+    opened, mark = 0, "kept"
+
+    def __iter__(self):
+        self.opened += 1
+        yield from super().__iter__()
+
+
+def joined(samples):
+    return [index for _, _, index in samples]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_yields_single_samples_and_stays_as_it_is(workers):
+    loader = Counting(Numbered(range(7)), 3, num_workers=workers, collate_fn=joined, drop_last=True)
+    stream = SampleStream(loader, "mine")
+    buffer = stream.buffer()
+    for chunk in stream.open(0):
+        buffer.put(chunk)
+    assert sorted(buffer.batch(buffer.take(7))) == list(range(7))
+    assert (stream.batch_size, stream.drop_last, stream.num_samples()) == (3, True, None)
+    assert workers or list(loader) == [[0, 1, 2], [3, 4, 5]]
+    assert loader.collate_fn is joined
+    with pytest.raises(TypeError, match="length"):
+        len(stream)
+
+
+class Epochs(Sized):
+    epoch = None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+def test_a_stream_knows_its_batch_size_and_tells_the_dataset_its_epoch():
+    for loader in (Loader(range(9)), DataLoader(Batches(range(9)), None)):
+        stream = SampleStream(loader, "mine")
+        assert (stream.batch_size, stream.drop_last, stream.num_samples()) == (3, False, None)
+        assert sum(len(batch["index"]) for batch in stream.open(0)) == 9, "the first batch is not lost"
+        assert SampleStream(loader, "mine", divided_by=3).batch_size == 1
+    assert SampleStream(Loader([]), "mine").batch_size == 0
+    data = Epochs(range(7))
+    stream = SampleStream(DataLoader(data, 4), "mine", divided_by=2)
+    stream.open(5)
+    assert (stream.num_samples(), stream.batch_size, data.epoch) == (7, 2, 5)
+    batches = type("Counted", (Batches,), {"__len__": lambda self: 3})(range(9))
+    assert SampleStream(DataLoader(batches, None), "mine").num_samples() is None, "batches are no samples"
+
+
+def test_loaders_with_other_batches_keep_their_class_and_attributes():
+    loader = Counting(Numbered(range(4)), 2)
+    other = with_batches(loader, [["a"], ["b"], ["c"]])
+    assert (list(other), len(other), other.mark, isinstance(other, Counting)) == (
+        [["a"], ["b"], ["c"]],
+        3,
+        "kept",
+        True,
+    )
+    assert len(list(loader)) == 2
+    loader = Loader(range(4))
+    other = with_batches(loader, [["a"], ["b"]])
+    assert (list(other), len(other), other.batches) == ([["a"], ["b"]], 2, loader.batches)
+    assert not hasattr(other, "__torch__")
+
+
+def test_streams_are_told_from_data_with_indices_and_a_setting_counts_before_the_default():
+    assert [is_stream(DataLoader(Numbered([1]), 2)), is_stream(Loader([1]))] == [True, True]
+    assert [is_stream(DataLoader([1], 2)), is_stream(None), is_stream(3)] == [False, False, False]
+    loader = DataLoader(Numbered([1]), 2)
+    assert sample_stream(loader, HeteroConfig(), default="whole").shard == "whole"
+    assert sample_stream(loader, HeteroConfig(shard="mine"), default="whole").shard == "mine"
+
+
+def test_drawing_keeps_an_error_and_skips_what_is_there():
+    def broken():
+        yield [1, 2]
+        raise OSError("gone")
+
+    drawing = Drawing(broken, SampleBuffer(list))
+    drawing.fill(5)
+    assert (type(drawing.error), drawing.ended, len(drawing.buffer)) == (OSError, False, 2)
+    drawing = Drawing(lambda: iter([[i] for i in range(10)]), SampleBuffer(list))
+    drawing.skip(4, chunk=3)
+    drawing.fill(1)
+    assert drawing.buffer.peek(1) == [4]
+    drawing.skip(20)
+    assert (drawing.ended, len(drawing.buffer)) == (True, 0)
+
+
+# shards that are claimed
+
+
+class Numbers:
+    """A counter of one process."""
+
+    def numbers(self, key, worker, workers):
+        return itertools.count(worker, workers)
+
+
+def read(dataset, order, epoch=0):
+    shards = ClaimedShards(dataset)
+    shards.begin(Numbers(), "key", epoch, order)
+    return list(shards)
+
+
+def test_samples_know_their_shard_and_their_place():
+    found = [(s.shard, s.place, s.last, s.sample[2]) for s in read(Sharded([2, 0, 1]), [(2, 0), (1, 0), (0, 0)])]
+    assert found == [(2, 0, True, 2), (0, 0, False, 0), (0, 1, True, 1)]
+    assert [(s.place, s.last) for s in read(Sharded([3]), [(0, 1)])] == [(1, False), (2, True)]
+    assert read(Sharded([3]), [(0, 3)]) == []
+
+
+def test_the_order_of_claims_changes_with_the_epoch_and_goes_on_with_shards_that_were_begun():
+    orders = [claim_order(20, epoch) for epoch in range(2)]
+    assert orders[0] != orders[1]
+    assert all(sorted(order) == [(shard, 0) for shard in range(20)] for order in orders)
+    order = claim_order(4, 0, {0: FINISHED, 3: 7})
+    assert (order[0], sorted(order[1:])) == ((3, 7), [(1, 0), (2, 0)])
+
+
+def test_a_ledger_tells_the_state_of_each_of_the_last_steps():
+    ledger, samples = ClaimLedger(kept=2), read(Sharded([4, 2]), [(0, 0), (1, 0)])
+    for step in range(3):
+        ledger.note(step, samples[2 * step : 2 * step + 2])
+    found = [ledger.before(step) for step in (1, 2, 3)]
+    assert found == [{0: 2}, {0: FINISHED}, {0: FINISHED, 1: FINISHED}]
+    ledger.begin({5: 1})
+    assert ledger.before(9) == {5: 1}
+
+
+class Part(list):
+    def set_epoch(self, epoch):
+        self[:] = [f"epoch {epoch}"]
+
+
+class Shuffled:
+    """As ``datasets.IterableDataset``, whose order follows from its epoch."""
+
+    num_shards = 1
+
+    def shard(self, num_shards, index):
+        return Part()
+
+
+def test_datasets_that_can_be_claimed():
+    empty = type("Empty", (Sharded,), {"num_shards": 0})([])
+    assert [claimable(data) for data in (Sharded([1]), Shuffled(), Numbered([1]), empty, None)] == [True] * 2 + [
+        False
+    ] * 3
+    assert [s.sample for epoch in (0, 2) for s in read(Shuffled(), [(0, 0)], epoch)] == ["epoch 0", "epoch 2"]
+    with pytest.raises(RuntimeError, match="begin"):
+        next(iter(ClaimedShards(Sharded([1]))))
+    with pytest.raises(TypeError, match="shard='mine'"):
+        SampleStream(DataLoader(Sharded([1]), 2), "mine").claims  # noqa: B018
+
+
+# checksums by which ranks compare what they read
+
+
+class Thing:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("sample", "other"),
+    [
+        (torch.zeros(3), torch.tensor([0.0, 0.0, 1.0])),
+        (torch.zeros(3, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16)),
+        (torch.tensor(1), torch.tensor(2)),
+        (np.arange(3), np.arange(1, 4)),
+        (np.array(["a", None], dtype=object), np.array(["b", None], dtype=object)),
+        ({"text": "a"}, {"text": "b"}),
+        ({"text": "a"}, {"name": "a"}),
+        (("a", 1), ("a", 2)),
+        (b"ab", b"ac"),
+        (None, True),
+        (Thing(), torch.zeros(0)),
+    ],
+)
+def test_checksums_are_equal_for_equal_samples_only(sample, other):
+    assert fingerprint([sample]) == fingerprint([sample]) != fingerprint([other])
+    assert fingerprint([Thing()]) == fingerprint([Thing()])

@@ -1,0 +1,192 @@
+"""A drop-in for ``ddp``: one job under both names, with what of Lightning's own tests of its strategy matters here.
+
+Samplers, hooks of callbacks, validation, test and prediction, checkpoints and their resume, early stopping; and means
+that are logged under uneven sizes.
+"""
+
+import csv
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from lightning import Callback
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
+from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
+
+NAMES = ("ddp", "hetero_ddp")
+N, VALID, EPOCHS = 32, 12, 3
+ATTENDED = (
+    *("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad"),
+    *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end"),
+    *("on_validation_start", "on_validation_batch_end", "on_validation_end", "on_train_epoch_end"),
+    *("on_save_checkpoint", "on_load_checkpoint", "on_train_end", "on_fit_end", "on_exception"),
+)
+
+
+class Attends(Callback):
+    """Writes down every hook that is called, with the epoch and the step."""
+
+    def __init__(self):
+        self.heard = []
+        for name in ATTENDED:
+            setattr(self, name, self._listener(name))
+
+    def _listener(self, name):
+        return lambda trainer, *_, **__: self.heard.append((name, trainer.current_epoch, trainer.global_step))
+
+
+class Evaluated(Regressor):
+    """Also validates, tests and predicts; ``worse``: the validation loss rises from the second epoch on."""
+
+    def __init__(self, worse=False):
+        super().__init__(momentum=0.0)
+        self.worse, self.validated = worse, []
+
+    def validation_step(self, batch, batch_idx):
+        self.validated += batch[2].tolist()
+        self.log("val_loss", self.loss(batch) + self.worse * self.current_epoch, sync_dist=True)
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch, batch_idx):
+        return batch[2]
+
+
+def job(rank, name, folder, ckpt_path=None, epochs=EPOCHS, worse=False):
+    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+    warnings.filterwarnings("ignore", "The dirpath has changed")
+    attends = Attends()
+    best = ModelCheckpoint(dirpath=folder, monitor="val_loss", save_top_k=2, save_last=True, filename="{epoch}-{step}")
+    callbacks = [attends, best, EarlyStopping("val_loss", patience=1)]
+    model, valid = Evaluated(worse), DataLoader(Points(VALID, seed=1), 3)
+    given = {"max_epochs": epochs, "callbacks": callbacks, "enable_checkpointing": True, "num_sanity_val_steps": 0}
+    trainer = trainer_of(name, 2, **given)
+    trainer.fit(model, DataLoader(Points(N), 4, shuffle=True), valid, ckpt_path=ckpt_path)
+    return {
+        "seen": model.seen,
+        "validated": model.validated,
+        "weights": model.flat(),
+        "heard": attends.heard,
+        "steps": trainer.global_step,
+        "batches": (trainer.num_training_batches, *trainer.num_val_batches),
+        "val_loss": float(trainer.callback_metrics["val_loss"]),
+        "predicted": [i for batch in trainer.predict(model, valid) for i in batch.tolist()],
+        "tested": trainer.test(model, valid, verbose=False)[0]["test_loss"],
+    }
+
+
+def _jobs(rank, folder):
+    """The job, and one more epoch from its last checkpoint, under either name; and one that is stopped early."""
+    made = {}
+    for name in NAMES:
+        where = f"{folder}/{name}"
+        made[name, "first"] = job(rank, name, where)
+        made[name, "rest"] = job(rank, name, f"{where}/rest", f"{where}/last.ckpt", EPOCHS + 1)
+        made[name, "stopped"] = job(rank, name, f"{where}/stopped", epochs=6, worse=True)["steps"]
+    return made
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("both")
+    results = run_ranks(_jobs, 2, str(folder))
+    made = {key: [result[key] for result in results] for key in results[0]}
+    for name in NAMES:
+        made[name, "kept"] = sorted(path.name for path in (folder / name).glob("*.ckpt"))
+        made[name, "last"] = torch.load(folder / name / "last.ckpt", weights_only=True)
+    return made
+
+
+def batches(results):
+    """Samples of every global batch, in no order."""
+    return [sorted(sum(seen, [])) for seen in zip(*([row[2] for row in r["seen"]] for r in results), strict=True)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_job_trains_evaluates_saves_and_stops(both, name):
+    first, rest = both[name, "first"], both[name, "rest"]
+    for result in first:
+        assert [(epoch, number) for epoch, number, _ in result["seen"]] == [(e, b) for e in range(3) for b in range(4)]
+        assert result["batches"] == (4, 2)
+    every = np.array(batches(first)).reshape(EPOCHS, N)
+    assert (np.sort(every, axis=1) == np.arange(N)).all()
+    assert len({tuple(epoch) for epoch in every}) == EPOCHS, "in another order each"
+    for results, epochs in ((first, EPOCHS), (rest, 1)):
+        assert sorted(results[0]["validated"] + results[1]["validated"]) == sorted(list(range(VALID)) * epochs)
+        assert sorted(results[0]["predicted"] + results[1]["predicted"]) == list(range(VALID))
+        assert results[0]["val_loss"] == results[1]["val_loss"]
+        assert results[0]["tested"] == results[1]["tested"] == pytest.approx(results[0]["val_loss"])
+        np.testing.assert_array_equal(results[0]["weights"], results[1]["weights"])
+    for result in rest:
+        assert {epoch for epoch, *_ in result["seen"]} == {EPOCHS}
+        assert result["steps"] == 4 * (EPOCHS + 1)
+        assert ("on_load_checkpoint", 0, 0) in result["heard"]
+    assert both[name, "stopped"] == [8, 8], "best after the first epoch, and one more to be patient with"
+
+
+@pytest.mark.parametrize("what", ["first", "rest"])
+def test_both_names_are_one_training(both, what):
+    """The same global batches, hooks in the same order, and the same weights but for the rounding of a sum."""
+    plain, ours = both["ddp", what], both["hetero_ddp", what]
+    assert batches(plain) == batches(ours)
+    for theirs, own in zip(plain, ours, strict=True):
+        assert theirs["heard"] == own["heard"]
+        assert theirs["steps"] == own["steps"]
+        assert theirs["val_loss"] == pytest.approx(own["val_loss"], rel=1e-6)
+        np.testing.assert_allclose(theirs["weights"], own["weights"], rtol=1e-12)
+
+
+def test_checkpoints_have_the_same_names_and_contents(both):
+    plain, ours = both["ddp", "last"], both["hetero_ddp", "last"]
+    assert both["ddp", "kept"] == both["hetero_ddp", "kept"]
+    assert set(plain) == set(ours)
+    assert set(plain["callbacks"]) < set(ours["callbacks"]), "and what was learned of the workers"
+    assert (plain["global_step"], plain["epoch"]) == (ours["global_step"], EPOCHS - 1)
+    assert set(plain["state_dict"]) == set(ours["state_dict"])
+    for key, value in plain["state_dict"].items():
+        torch.testing.assert_close(ours["state_dict"][key], value)
+
+
+class Logs(Regressor):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("constant", torch.tensor(1.0), on_epoch=True, on_step=False, sync_dist=True)
+        self.log("mean_x", batch[0][:, 0].mean(), on_epoch=True, on_step=False, sync_dist=True)
+        self.log("step_constant", torch.tensor(3.0), on_step=True, on_epoch=False, sync_dist=True)
+        return loss
+
+
+LOGGED = [(sizes, n) for sizes in ((3, 4), (6, 1), (5, 0)) for n in (7, 21, 25)]
+
+
+def _logs(rank, folder):
+    found = {}
+    for sizes, n in LOGGED:
+        given = {"model": Logs(), "dataset": Points(n), "max_epochs": 1}
+        found[sizes, n] = fit(rank, {"local_batch_sizes": sizes}, 2, 1, **given)["metrics"]
+    logger = CSVLogger(folder, name="", version="")
+    fit(rank, {"replan": 4}, 2, 4, dataset=Points(200), max_epochs=2, logger=logger, log_every_n_steps=1)
+    return found
+
+
+def test_logged_means_are_means_over_samples_and_our_metrics_reach_the_logger(tmp_path):
+    for found in run_ranks(_logs, 2, str(tmp_path)):
+        for (sizes, n), metrics in found.items():
+            expected = float(Points(n).x[:, 0].mean())
+            assert metrics["constant"] == pytest.approx(1.0, abs=1e-6), (sizes, n)
+            assert metrics["step_constant"] == pytest.approx(3.0, abs=1e-6), (sizes, n)
+            assert metrics["mean_x"] == pytest.approx(expected, rel=1e-4, abs=1e-6), (sizes, n)
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
+    found = {name: [float(r[name]) for r in rows if r.get(name)] for name in rows[0]}
+    predicted = ("predicted_step_time", "predicted_step_time_error")
+    for name in ("step_time", *predicted, "idle_fraction", "compute_time/rank0", "compute_time/rank1"):
+        assert found[f"hetero/{name}"], name
+        assert all(v >= 0 and np.isfinite(v) for v in found[f"hetero/{name}"])
+    assert set(found["hetero/total_batch_size"]) == {8.0}
+    sizes = zip(found["hetero/local_batch_size/rank0"], found["hetero/local_batch_size/rank1"], strict=True)
+    assert all(a + b == 8 for a, b in sizes)

@@ -1,0 +1,567 @@
+"""Workers are lost and come during a fit: the others go on at once, with the same total and the same mathematics.
+
+A matrix of faults is slow; one of each kind runs always.
+"""
+
+import csv
+import json
+import os
+import warnings
+from functools import partial
+from types import SimpleNamespace
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.environments import LightningEnvironment, TorchElasticEnvironment
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_hetero import BlockTopK, HeteroDDPStrategy
+from lightning_hetero.config import HeteroConfig
+from lightning_hetero.frontend.joining import warn_of_stale_addresses
+from lightning_hetero.strategies._lightning.membership import launcher
+from lightning_hetero.strategies._lightning.membership.strategy import config_of_members
+from tests.helpers import collected
+from tests.kept import run_kept
+from tests.lightning.members import (
+    CUT,
+    ENDLESS,
+    EPOCHS,
+    EXIT,
+    FAIL,
+    KILL,
+    LOCAL,
+    SLOTS,
+    STEPS,
+    STOP,
+    TERM,
+    Numbers,
+    Outcome,
+    Suffers,
+    lives_of,
+    loss_of,
+    outcome,
+    train,
+    wait_for,
+)
+
+kills = partial(pytest.param, marks=pytest.mark.slow("kills workers, which takes seconds each"))
+slow = pytest.mark.slow("kills workers, which takes seconds each")
+LOSSY = {"compression": BlockTopK(density=0.3, block=8, warmup_steps=2)}
+ALL = range(SLOTS)
+
+
+@pytest.mark.parametrize(
+    ("faults", "given"),
+    [
+        ([(0, 0, 6, "forward", KILL)], {}),
+        kills([(2, 0, 6, "forward", KILL)], {}),
+        kills([(0, 0, 6, "optimizer", KILL)], {}),
+        kills([(2, 0, 6, "optimizer", KILL)], {}),
+        kills([(1, 0, 6, "forward", EXIT)], {}),
+        kills([(1, 0, 6, "forward", KILL)], {"late": False}),
+        kills([(1, 0, 6, "forward", STOP)], {"silence": 1.0}),
+        kills([(0, 0, 6, "forward", KILL), (2, 0, 6, "forward", KILL), (2, 1, 14, "forward", KILL)], {}),
+        kills([(1, 0, STEPS // EPOCHS, "validation", KILL)], {}),
+        kills([(2, 0, 2, "second batch", KILL)], {"accumulation": 3}),
+    ],
+)
+def test_the_others_go_on_and_a_newcomer_joins(tmp_path, faults, given):
+    found = outcome(tmp_path, faults, **given)
+    assert found.lives == lives_of(faults), "nobody else was started again"
+    assert found.worlds() >= ({SLOTS - 1} if given.get("late", True) and "silence" not in given else {SLOTS})
+    assert found.difference() < 1e-12
+
+
+VALIDATION = ["validation start", "validation", "validation end"]
+PLACES = ["epoch start", "between batches", "batch start", "forward", "optimizer", "batch end", "epoch end"]
+BETWEEN = [(where, True) for where in PLACES + VALIDATION] + [(where, False) for where in PLACES]
+
+
+@slow
+@pytest.mark.parametrize(("where", "validates"), BETWEEN)
+def test_a_worker_is_lost_between_two_epochs(tmp_path, where, validates):
+    found = outcome(tmp_path, [(0, 0, STEPS // EPOCHS, where, KILL)], validates=validates)
+    assert found.difference() < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("where", "validates", "first", "accumulation"),
+    [
+        ("forward", True, True, 1),
+        *(kills(*place, first, count) for place in BETWEEN for first in (True, False) for count in (1, 3)),
+    ],
+)
+def test_links_fail_between_two_epochs(tmp_path, where, validates, first, accumulation):
+    """All fail in the same place, in the last step of the first epoch, or after it, and once more in the second."""
+    step = STEPS // EPOCHS // accumulation - (not first)
+    faults = [(slot, 0, *fault, FAIL) for slot in ALL for fault in ((step, where), (step + 2, "forward"))]
+    given = {"validates": validates, "accumulation": accumulation, "validation_interval": 1 / accumulation}
+    found = outcome(tmp_path, faults, rejoin=False, **given)
+    assert found.lives == {(slot, 0) for slot in ALL}
+    assert found.difference() < 1e-12
+
+
+@slow
+@pytest.mark.parametrize(
+    ("step", "where", "accumulation", "validations"),
+    [*((1, where, 3, (6, 7)) for where in VALIDATION), (5, "between batches", 1, (6,))],
+)
+def test_links_fail_around_a_validation_inside_an_epoch(tmp_path, step, where, accumulation, validations):
+    faults = [(slot, 0, step, where, FAIL) for slot in ALL]
+    found = outcome(tmp_path, faults, rejoin=False, accumulation=accumulation, validation_interval=1 / 3)
+    assert found.difference() < 1e-12
+    for slot in ALL:
+        assert len((tmp_path / f"validated-{slot}-0").read_text()) in validations, "three an epoch, one maybe again"
+
+
+@slow
+@pytest.mark.parametrize("where", PLACES)
+def test_links_fail_again_and_a_worker_is_lost(tmp_path, where):
+    """What Lightning counts is right also behind a batch that has failed."""
+    first = [(slot, 0, 6, "forward", FAIL) for slot in ALL]
+    faults = [*first, (2, 0, 9, where, KILL), *((slot, 0, 9, where, FAIL) for slot in range(SLOTS - 1))]
+    (tmp_path / "expects-2-0").touch()
+    found = outcome(tmp_path, faults, rejoin=False)
+    assert found.lives == lives_of([(2, 0)])
+    assert found.difference() < 1e-12
+
+
+@slow
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [(1, 0, 6, "forward", CUT)],
+        [(1, 0, 6, "optimizer", CUT)],
+        [(1, 0, 6, "forward", CUT)] * (launcher.MEETINGS + 1),
+    ],
+)
+def test_links_are_cut_and_nobody_is_lost(tmp_path, faults):
+    found = outcome(tmp_path, faults, rejoin=False)
+    assert found.lives == {(slot, 0) for slot in ALL}, "nobody was started again"
+    assert found.worlds() == {SLOTS}
+    assert found.difference() < 1e-12
+
+
+@slow
+def test_who_waits_for_a_sum_that_gloo_does_not_end_goes_on(tmp_path):
+    (tmp_path / "expects-2-0").touch()
+    found = outcome(tmp_path, [(1, 0, 6, "forward", ENDLESS), (2, 0, 6, "forward", KILL)], rejoin=False)
+    assert found.lives == lives_of([(2, 0)]), "it was not started again"
+    assert found.difference() < 1e-12
+
+
+DEATHS = {
+    "setting up": [(1, 1, 0, "setup")],
+    "before the group": [(1, 1, 0, "group")],
+    "connecting": [(1, 1, 0, "connection")],
+    "one after another": [(1, 1, 0, "steps"), (1, 2, 0, "state"), (1, 3, 0, "control plane"), (1, 4, 0, "forward")],
+    "two at once": [(1, 1, 0, "state"), (0, 0, 2, "state")],
+}
+
+
+@slow
+@pytest.mark.parametrize("name", DEATHS)
+def test_nobody_else_ends_when_workers_are_lost_while_they_join(tmp_path, name):
+    """The others go on from their own state, wherever a newcomer is lost, and another worker with it."""
+    faults = [(1, 0, 6, "forward", KILL), *((*death, KILL) for death in DEATHS[name])]
+    for number in range(1 + sum(where == "forward" for *_, where, _ in faults[1:])):
+        (tmp_path / f"expects-{number}").touch()
+    found = outcome(tmp_path, faults, rejoin=False, restarts=len(faults))
+    others = set(ALL) - {slot for slot, *_ in faults}
+    assert {life for life in found.lives if life[0] in others} == {(slot, 0) for slot in others}
+    assert SLOTS in found.worlds()
+    assert found.difference() < 1e-12
+
+
+@slow
+def test_lost_too_often_the_others_end_without_it(tmp_path):
+    faults = [(1, life, 6, "forward", KILL) for life in range(3)]
+    found = outcome(tmp_path, faults, rejoin=False, late=False, restarts=2)
+    assert len(found.ends) == SLOTS - 1
+    assert found.difference() < 1e-12
+
+
+def train_without_the_disk_of_the_others(folder, faults):
+    """The first life saves; in the second one, a worker does not see the file."""
+    exists = os.path.exists
+    if os.environ["LIGHTNING_HETERO_SLOT"] == "1":
+        os.path.exists = lambda path: exists(path) and "saved" not in str(path)
+    train(folder, faults, {}, False, saves=True)
+
+
+def train_twice(folder, faults):
+    for name, suffered in (("first", []), ("second", faults)):
+        (folder / name).mkdir(exist_ok=True)
+        train(folder / name, suffered, {}, False, saves=True)
+
+
+def train_alone(folder, faults, **given):
+    train(folder, faults, {}, False, **given)
+
+
+ALL_LOST = {
+    "begin anew": (train_alone, 0),
+    "from a checkpoint": (partial(train_alone, saves=True), 6),
+    "not all see it": (train_without_the_disk_of_the_others, 0),
+    "in a second fit": (train_twice, 6),
+}
+
+
+@pytest.mark.parametrize("name", [name if name == "from a checkpoint" else kills(name) for name in ALL_LOST])
+def test_all_are_lost_at_once_and_go_on_from_the_newest_checkpoint(tmp_path, name):
+    function, step = ALL_LOST[name]
+    faults = [(slot, 0, 7, "forward", KILL) for slot in ALL]
+    assert run_kept(function, SLOTS, tmp_path, faults) == [0] * SLOTS
+    begun = [path.read_text().partition("\n")[0] for path in tmp_path.rglob("steps-*-1.jsonl")]
+    assert [json.loads(one)["step"] for one in begun if one] == [step] * SLOTS
+    if name == "begin anew":
+        for path in tmp_path.glob("steps-*-0.jsonl"):
+            path.unlink()
+        found = Outcome(tmp_path)
+        found.check(STEPS)
+        assert found.difference() < 1e-12
+
+
+MODES = {
+    "block top-k": LOSSY,
+    "powersgd": {"compression": "powersgd"},
+    "stale": {"staleness": 1},
+    "stale blocks": {**LOSSY, "staleness": 1},
+    "hierarchy": {"hierarchy": [[0, 1], [2]]},
+    "fixed": {"local_batch_sizes": [6, 4, 2]},
+    "bounds": {"max_local_batch_sizes": [8, 8, 8]},
+    "pid": {"policy": "pid"},
+}
+
+
+@slow
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_goes_on(tmp_path, mode):
+    faults = [(0, 0, 6, "forward", KILL)]
+    found = outcome(tmp_path, faults, arguments=MODES[mode])
+    assert found.lives == lives_of(faults)
+    assert found.worlds() == {SLOTS - 1, SLOTS}
+    assert mode not in ("hierarchy", "fixed", "bounds", "pid") or found.difference() < 1e-12
+
+
+# callbacks, loggers and schedulers
+
+
+class Follows(Suffers):
+    """Its learning rate follows a metric; ``score`` is logged in the second batch of an epoch only."""
+
+    def __init__(self, folder, faults, monitor):
+        super().__init__(folder, faults)
+        self.monitor = monitor
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        if batch_idx == 1:
+            self.log("score", 1.0)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", 1.0, sync_dist=True)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": self.monitor}}
+
+
+class Config:
+    """Stands for the parser of a LightningCLI, which has read this."""
+
+    def save(self, config, path, **kwargs):
+        with open(path, "a") as file:
+            file.write("written once\n")
+
+
+def trainer_of(strategy, **kwargs):
+    warnings.filterwarnings("ignore", ".*have no `val_dataloader`")
+    given = {"logger": False, "plugins": [TorchElasticEnvironment()], "max_epochs": 1, "num_sanity_val_steps": 0}
+    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return L.Trainer(accelerator="cpu", devices=SLOTS, strategy=strategy, **{**given, **quiet, **kwargs})
+
+
+def loader():
+    return DataLoader(Numbers(), batch_size=LOCAL, shuffle=True)
+
+
+def _follows(folder, faults, monitor, version):
+    model = Follows(folder, faults, monitor)
+    if model.life:
+        wait_for(folder / "alone")
+    logger = CSVLogger(folder, "log", version, flush_logs_every_n_steps=1)
+    callbacks = [SaveConfigCallback(Config(), SimpleNamespace())]
+    given = {"max_epochs": EPOCHS, "log_every_n_steps": 1, "logger": logger, "callbacks": callbacks}
+    trainer = trainer_of(HeteroDDPStrategy(replan=4), **given)
+    trainer.fit(model, loader(), DataLoader(Numbers(), batch_size=30))
+    rate = trainer.optimizers[0].param_groups[0]["lr"]
+    (folder / f"rate-{trainer.global_rank}").write_text(f"{rate}")
+
+
+def rows_of(path):
+    with open(path, newline="") as file:
+        return [int(row["step"]) for row in csv.DictReader(file) if row["loss"]]
+
+
+@slow
+@pytest.mark.parametrize("lost", [None, (0, 6), (1, 6), (0, STEPS // EPOCHS + 4)])
+@pytest.mark.parametrize(("monitor", "version"), [("val", None), ("score", "mine")])
+def test_rates_rows_and_files_are_those_of_an_undisturbed_training(tmp_path, monitor, lost, version):
+    faults = [] if lost is None else [(lost[0], 0, lost[1], "forward", KILL)]
+    for slot, life, *_ in faults:
+        (tmp_path / f"expects-{slot}-{life}").touch()
+    assert run_kept(_follows, SLOTS, tmp_path, faults, monitor, version) == [0] * SLOTS
+    rates = [float(path.read_text()) for path in tmp_path.glob("rate-*")]
+    assert rates == [0.05] * SLOTS, "the metric was no better in the second epoch"
+    files = sorted((tmp_path / "log").glob("*/metrics.csv"))
+    first = rows_of(files[0])
+    assert sorted(step for path in files for step in rows_of(path)) == list(range(STEPS))
+    assert first == list(range(len(first))), "what the first rank 0 has written stays, and the next goes on there"
+    assert len(files) == 1 or (version is None and lost and lost[0] == 0)
+    configs = list((tmp_path / "log").glob("*/config.yaml"))
+    assert [path.read_text() for path in configs] == ["written once\n"]
+
+
+# what compression has not sent yet
+
+
+class Inputs(Dataset):
+    """The sum of gradients of an epoch is the sum of these, whatever the weights are."""
+
+    def __len__(self):
+        return 120
+
+    def __getitem__(self, i):
+        return torch.randn(64, generator=torch.Generator().manual_seed(i))
+
+
+class Scores(L.LightningModule):
+    """A loss that is linear in the weights; in one step the messages of all workers do not arrive."""
+
+    def __init__(self, fails):
+        super().__init__()
+        self.weights, self.fails, self.done = nn.Parameter(torch.zeros(64)), fails, 0
+
+    def training_step(self, x, batch_idx):
+        if self.trainer.global_step == 5 and self.fails:
+            self.fails = False
+            self.trainer.strategy.engine.compression.averager.path.receive = _connection_lost
+        self.done += 1
+        return (x @ self.weights).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _connection_lost(averager, sent):
+    raise RuntimeError("gloo: Connection closed by peer")
+
+
+def _scores(folder, fails):
+    compression = BlockTopK(density=0.25, block=8, warmup_steps=0)
+    strategy = HeteroDDPStrategy(compression=compression, local_batch_sizes=(LOCAL,) * SLOTS)
+    trainer, model = trainer_of(strategy), Scores(fails)
+    trainer.fit(model, DataLoader(Inputs(), batch_size=LOCAL, shuffle=True))
+    residual = strategy.engine.compression.state_dict_of_rank()["residuals"]["weights"]
+    found = {"weights": model.weights.detach(), "residual": residual, "done": model.done}
+    torch.save(found, folder / f"{trainer.global_rank}.pt")
+
+
+@pytest.mark.parametrize("fails", [kills(False), True])
+def test_what_was_not_sent_is_neither_lost_nor_counted_twice(tmp_path, fails):
+    assert run_kept(_scores, SLOTS, tmp_path, fails) == [0] * SLOTS
+    ranks = [torch.load(path, weights_only=True) for path in sorted(tmp_path.glob("*.pt"))]
+    assert [rank["done"] for rank in ranks] == [10 + fails] * SLOTS, "the step that failed is done again"
+    unsent = torch.stack([rank["residual"] for rank in ranks]).sum(0)
+    assert unsent.abs().max() > 0.1, "else this test would see nothing"
+    everything = torch.stack([Inputs()[i] for i in range(120)]).sum(0) / (SLOTS * LOCAL)
+    for rank in ranks:
+        torch.testing.assert_close(-rank["weights"] / 0.1 + unsent, everything, rtol=1e-5, atol=1e-5)
+
+
+# ends, and what is refused
+
+
+def told(folder, function, *arguments, restarts=0):
+    """Exit codes, and what workers have written when they ended with an error."""
+    codes = run_kept(_tells, SLOTS, folder, function, arguments, restarts=restarts)
+    return codes, [path.read_text() for path in sorted(folder.glob("error-*"))]
+
+
+def _tells(folder, function, arguments):
+    try:
+        function(folder, *arguments)
+    except BaseException as error:
+        name = f"error-{os.environ['LIGHTNING_HETERO_SLOT']}-{os.environ['LIGHTNING_HETERO_LIFE']}"
+        (folder / name).write_text(f"{type(error).__name__}: {error}")
+        raise
+
+
+def _with_strategy(folder, name, kwargs):
+    trainer = trainer_of(name, **kwargs)
+    trainer.fit(Suffers(folder, []), loader())
+
+
+def _averages_weights(folder):
+    _with_strategy(folder, HeteroDDPStrategy(), {"callbacks": [StochasticWeightAveraging(0.1)]})
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from (Numbers()[i] for i in range(len(Numbers())))
+
+
+def _stream(folder):
+    model = Suffers(folder, [])
+    model.note, model.optimizer_step = None, partial(L.LightningModule.optimizer_step, model)
+    model.training_step = lambda batch, batch_idx: _dies_in_batch(model, batch, batch_idx)
+    trainer_of(HeteroDDPStrategy()).fit(model, DataLoader(Stream(), batch_size=LOCAL))
+
+
+def _dies_in_batch(model, batch, batch_idx):
+    if (model.slot, model.life, batch_idx) == (1, 0, 3):
+        os.kill(os.getpid(), KILL)
+    return loss_of(model.net, batch[0])
+
+
+REFUSED = {
+    "elastic": (_with_strategy, ("hetero_elastic", {}), "hetero_ddp"),
+    "sharded": (_with_strategy, ("hetero_fsdp", {}), "hetero_ddp"),
+    "ranks": (_with_strategy, ("hetero_ddp", {"plugins": [LightningEnvironment()]}), "LightningEnvironment"),
+    "backend": (_with_strategy, (partial(HeteroDDPStrategy, process_group_backend="nccl"), {}), "'nccl'"),
+    "averages": (_averages_weights, (), "StochasticWeightAveraging"),
+    "stream": (_stream, (), "MembershipError"),
+}
+
+
+@pytest.mark.parametrize("name", [name if name == "ranks" else kills(name) for name in REFUSED])
+def test_what_cannot_go_on_without_a_worker_is_refused(tmp_path, name):
+    function, arguments, says = REFUSED[name]
+    codes, errors = told(tmp_path, function, *(one() if callable(one) else one for one in arguments))
+    assert all(codes)
+    assert len(errors) == SLOTS - (name == "stream")
+    assert all(says in error for error in errors)
+
+
+class Adversaries(L.LightningModule):
+    """Trains two networks in turn, each with the other frozen, as Lightning's examples of GANs do."""
+
+    def __init__(self, folder):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = nn.Linear(5, 3, dtype=torch.float64), nn.Linear(3, 1, dtype=torch.float64)
+        self.automatic_optimization = False
+        self.slot, self.life = (int(os.environ[f"LIGHTNING_HETERO_{name}"]) for name in ("SLOT", "LIFE"))
+
+    def training_step(self, batch, batch_idx):
+        for number, optimizer in enumerate(self.optimizers()):
+            self.toggle_optimizer(optimizer)
+            loss = self.second(self.first(batch[0]).tanh()).square().mean()
+            if (self.slot, self.life, batch_idx, number) == (1, 0, 5, 1):
+                os.kill(os.getpid(), KILL)
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.first, self.second)]
+
+
+def _adversaries(folder):
+    model = Adversaries(folder)
+    trainer_of(HeteroDDPStrategy(find_unused_parameters=True)).fit(model, loader())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    torch.save(model.state_dict(), folder / f"end-{model.slot}.pt")
+
+
+@slow
+def test_toggled_optimizers_of_a_lost_step_are_untoggled(tmp_path):
+    codes, errors = told(tmp_path, _adversaries, restarts=1)
+    assert codes == [0, 0, 0]
+    assert set(errors) <= {"SystemExit: 0"}, "at most, the newcomer is late"
+    ends = [torch.load(path, weights_only=True) for path in sorted(tmp_path.glob("end-*.pt"))]
+    assert all(torch.equal(end[name], ends[0][name]) for end in ends for name in end)
+
+
+def _fits(folder, fits, faults):
+    """Fits one after another; faults are those of the last one."""
+    model = Suffers(folder, [])
+    try:
+        for number in range(fits):
+            due = faults if number == fits - 1 else []
+            model.faults = [fault for fault in due if fault[:2] == (model.slot, model.life)]
+            trainer_of(HeteroDDPStrategy(replan=4)).fit(model, loader())
+        (folder / f"fitted-{model.slot}").touch()
+    finally:
+        (folder / f"stopped-{model.slot}-{model.life}").write_text(str(model.trainer.global_step))
+
+
+@slow
+def test_in_a_second_fit_the_others_go_on_and_nobody_joins(tmp_path):
+    codes, errors = told(tmp_path, _fits, 2, [(1, 0, 4, "forward", KILL)], restarts=1)
+    assert {path.name for path in tmp_path.glob("fitted-*")} == {"fitted-0", "fitted-2"}
+    assert not (tmp_path / "steps-1-1.jsonl").read_text(), "a newcomer is in the first fit of its script"
+    assert codes == [0, 0, 0]
+    assert all("first fit only" in error or error == "SystemExit: 0" for error in errors)
+
+
+@slow
+def test_sigterm_ends_all_and_nothing_starts_again(tmp_path):
+    codes, _ = told(tmp_path, _fits, 1, [(1, 0, 4, "forward", TERM)], restarts=3)
+    assert {path.name for path in tmp_path.glob("stopped-*")} == {f"stopped-{slot}-0" for slot in ALL}
+    assert len({path.read_text() for path in tmp_path.glob("stopped-*")}) == 1, "all stop before the same batch"
+    assert codes == [0, 0, 0]
+
+
+@slow
+def test_a_signal_is_not_forgotten_when_a_worker_is_lost(tmp_path):
+    told(tmp_path, _fits, 1, [(1, 0, 4, "forward", KILL), (2, 0, 4, "forward", TERM)], restarts=1)
+    assert not list(tmp_path.glob("fitted-*")), "training was told to end"
+
+
+# settings alone
+
+
+def test_settings_with_an_entry_for_each_worker_are_those_of_the_members():
+    given = HeteroConfig(max_local_batch_sizes=[8, 4, 2, 1], hierarchy=[[0], [1, 2], [3]])
+    found = config_of_members(given, [1, 2, 3])
+    assert found.max_local_batch_sizes == (4, 2, 1)
+    assert found.hierarchy == ((0, 1), (2,))
+    given = HeteroConfig(local_batch_sizes=[4, 2, 2], local_batch_multiple=2)
+    assert config_of_members(given, [0, 2]).local_batch_sizes == (6, 2)
+
+
+def test_evaluation_data_are_split_among_the_members(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", str(SLOTS - 1))
+    devices, environment = [torch.device("cpu")] * SLOTS, TorchElasticEnvironment()
+    strategy = HeteroDDPStrategy(parallel_devices=devices, cluster_environment=environment)
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": SLOTS - 1, "rank": 1}
+
+
+@pytest.mark.parametrize(
+    ("restarts", "shared", "warns"), [("1", "True", True), ("0", "True", False), ("1", "False", False)]
+)
+def test_a_start_that_may_wait_for_workers_that_are_gone_says_so(restarts, shared, warns):
+    lines = collected()
+    environment = {"TORCHELASTIC_RESTART_COUNT": restarts, "TORCHELASTIC_USE_AGENT_STORE": shared}
+    assert warn_of_stale_addresses(environment) is warns
+    assert any("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in line for line in lines) is warns
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug of the user's"), RuntimeError("a bug"), None])
+def test_a_lost_connection_is_told_from_a_bug(error):
+    assert not launcher.lost_connection(error)
+    outer = ValueError("could not log")
+    outer.__context__ = RuntimeError("gloo: Connection closed by peer")
+    assert launcher.lost_connection(outer)

@@ -1,0 +1,263 @@
+"""Signals that end a training: all ranks obey at the same batch, whichever of them is told and when."""
+
+import os
+import random
+import signal
+import threading
+import time
+import warnings
+from datetime import timedelta
+from types import SimpleNamespace
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_hetero import AdaptiveBatchCallback, BlockTopK, GNSCallback
+from lightning_hetero.strategies._lightning.signals import restore_sigterm, sigterm_at_next_merge
+from tests.helpers import Points, Regressor, fit, run_ranks
+
+SHORT = {"timeout": timedelta(seconds=20)}
+TOPK = {"compression": BlockTopK(density=0.3, block=8, warmup_steps=2)}
+MODES = {
+    "plain": ({}, []),
+    "even": ({"policy": "even"}, []),
+    "block top-k": (TOPK, []),
+    "staleness": ({"staleness": 1}, []),
+    "both": ({**TOPK, "staleness": 1}, []),
+    "powersgd": ({"compression": "powersgd"}, []),
+    "noise scale": ({}, [lambda: GNSCallback(every_n_steps=1)]),
+    "adaptive": ({}, [lambda: AdaptiveBatchCallback(20)]),
+}
+
+
+class Told(L.Callback):
+    """This process gets a signal some time after training has begun, wherever it is then, unless training has ended."""
+
+    def __init__(self, seconds, number=signal.SIGTERM):
+        self.seconds, self.number, self.timer = seconds, number, None
+
+    def on_train_start(self, trainer, pl_module):
+        if self.seconds is not None:
+            self.timer = threading.Timer(self.seconds, os.kill, (os.getpid(), self.number))
+            self.timer.start()
+
+    def on_exception(self, trainer, pl_module, exception):
+        """Lightning then restores the handlers of before, by which a late signal ends the process."""
+        if self.timer is not None:
+            self.timer.cancel()
+
+
+class Slow(Regressor):
+    """Takes a millisecond for a step, and has something to validate."""
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.001)
+        return super().training_step(batch, batch_idx)
+
+    def val_dataloader(self):
+        return torch.utils.data.DataLoader(Points(8), 2)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.loss(batch), sync_dist=True)
+
+
+def filter_warnings():
+    warnings.filterwarnings("ignore", ".*was called without a model", UserWarning)
+    warnings.filterwarnings("ignore", ".*there is no last checkpoint available", UserWarning)
+
+
+def _train_until_told(rank, mode, delays, folder):
+    filter_warnings()
+    settings, callbacks = MODES[mode]
+    model = Slow()
+    callbacks = [*(make() for make in callbacks), Told(delays[rank]), OnExceptionCheckpoint(folder)]
+    more = {"callbacks": callbacks, "enable_checkpointing": True, "max_epochs": 10**6}
+    try:
+        fit(rank, {**SHORT, **settings}, 2, 5, model=model, dataset=Points(64), **more)
+    except SIGTERMException:
+        return len(model.seen)
+    return None
+
+
+def ends_with_a_checkpoint(mode, delays, folder):
+    steps = run_ranks(_train_until_told, 2, mode, delays, str(folder), timeout=60.0, start="fork")
+    assert steps[0] == steps[1] > 0
+    state = torch.load(folder / "on_exception.ckpt", weights_only=True)
+    assert state["global_step"] == steps[0]
+    if isinstance(MODES[mode][0].get("compression"), BlockTopK):
+        everyone = state["lightning_hetero_residuals"]["ranks"]
+        assert [bool(own["residuals"]) for own in everyone] == [True, True], "what each has not sent yet is saved"
+
+
+@pytest.mark.parametrize(
+    "mode", ["both", *(pytest.param(mode, marks=pytest.mark.slow("in real time")) for mode in MODES)]
+)
+def test_all_ranks_end_with_a_checkpoint_when_told_at_almost_the_same_time(mode, tmp_path, seed):
+    """A scheduler tells every process, milliseconds apart."""
+    rng = random.Random(f"{mode} {seed}")
+    begin = rng.uniform(0.2, 0.6)
+    ends_with_a_checkpoint(mode, [begin + rng.uniform(0.0, 0.004) for _ in range(2)], tmp_path)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_that_is_told_ends_all(rank, tmp_path):
+    ends_with_a_checkpoint("plain", [0.3 if rank == told else None for told in range(2)], tmp_path)
+
+
+class Tells(L.Callback):
+    """One rank gets a signal when training begins, or in a batch, by the number of all batches so far."""
+
+    def __init__(self, rank, batch):
+        self.rank, self.batch = rank, batch
+
+    def on_train_start(self, trainer, pl_module):
+        if (trainer.global_rank, None) == (self.rank, self.batch):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if (trainer.global_rank, trainer.global_step - 1) == (self.rank, self.batch):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+TOLD = {
+    "rank 0 before the first batch": (0, None, 1),
+    "rank 1 before the first batch": (1, None, 1),
+    "rank 0 in a batch": (0, 2, 4),
+    "rank 1 in a batch": (1, 2, 4),
+    "in the last batch but one": (1, 5, 7),
+    "in the last batch": (1, 6, 7),
+}
+
+
+def _told(rank, world_size):
+    """Steps that each training had, and whether Lightning is then as it was."""
+    found, before = {}, signal.getsignal(signal.SIGTERM)
+    for name, (told, batch, _) in TOLD.items():
+        model = Regressor()
+        tells = Tells(told % world_size, batch)
+        try:
+            fit(
+                rank,
+                SHORT,
+                world_size,
+                10 // world_size,
+                model=model,
+                dataset=Points(64),
+                callbacks=[tells],
+                max_epochs=1,
+            )
+            found[name] = "trained to the end"
+        except SIGTERMException:
+            found[name] = len(model.seen)
+    left = [vars(part) for part in (model.trainer.fit_loop.epoch_loop, model.trainer._signal_connector)]
+    names = ("_broadcast_sigterm_tensor", "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn")
+    found["left"] = [name for name in names for part in left if name in part]
+    found["handler"] = signal.getsignal(signal.SIGTERM) is before
+    return found
+
+
+def test_a_note_is_sent_before_the_next_batch_and_obeyed_before_the_one_after_it():
+    for found in run_ranks(_told, 2, 2):
+        assert found == {**{name: steps for name, (*_, steps) in TOLD.items()}, "left": [], "handler": True}
+
+
+def test_a_process_alone_obeys_at_once():
+    (found,) = run_ranks(_told, 1, 1)
+    assert [found[name] for name in ("rank 0 in a batch", "rank 1 in a batch")] == [3, 3]
+
+
+class Fails(L.Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_rank == 1 and batch_idx == 2:
+            raise ValueError("a bug of the user's")
+
+
+def _fails(rank, folder):
+    filter_warnings()
+    callbacks = [Fails(), OnExceptionCheckpoint(f"{folder}/{rank}")]
+    given = {"callbacks": callbacks, "enable_checkpointing": True, "max_epochs": 1}
+    try:
+        fit(rank, {"timeout": timedelta(seconds=5), **TOPK}, 2, 5, dataset=Points(64), **given)
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return f"{type(error).__name__}: {error}"
+
+
+def test_a_rank_that_handles_an_error_of_its_own_asks_nobody(tmp_path):
+    """Both save and end, while the other is elsewhere."""
+    first, second = run_ranks(_fails, 2, str(tmp_path), start="fork")
+    assert second == "ValueError: a bug of the user's", first
+    assert "rank 1" in first
+    assert (tmp_path / "0" / "on_exception.ckpt").exists()
+
+
+def test_under_elastic_averaging_only_lightnings_own_handler_is_replaced():
+    """By one that talks to no other rank, and still tells processes that Lightning has started."""
+    killed, noted = [], []
+
+    class Connector:
+        def _sigterm_notifier_fn(self, number, frame):
+            raise AssertionError("it would broadcast from within the signal")
+
+    launcher = SimpleNamespace(kill=killed.append)
+    trainer = SimpleNamespace(strategy=SimpleNamespace(launcher=launcher), _signal_connector=Connector())
+    sigterm_at_next_merge(trainer, lambda: noted.append("noted"))
+    trainer._signal_connector._sigterm_notifier_fn(signal.SIGTERM, None)
+    assert (killed, noted) == ([signal.SIGTERM], ["noted"])
+    restore_sigterm(trainer)
+    with pytest.raises(AssertionError, match="it would broadcast"):
+        trainer._signal_connector._sigterm_notifier_fn(signal.SIGTERM, None)
+
+
+class Slurm(SLURMEnvironment):
+    """SLURM as far as the handlers ask for it; the ranks are those of the test."""
+
+    creates_processes_externally = True
+    main_address = property(lambda self: os.environ["MASTER_ADDR"])
+    main_port = property(lambda self: int(os.environ["MASTER_PORT"]))
+
+    def world_size(self):
+        return int(os.environ["WORLD_SIZE"])
+
+    def global_rank(self):
+        return int(os.environ["RANK"])
+
+    def local_rank(self):
+        return int(os.environ["LOCAL_RANK"])
+
+    def node_rank(self):
+        return 0
+
+    def validate_settings(self, num_devices, num_nodes):
+        pass
+
+
+class Stops(L.Callback):
+    """Ends training once the checkpoint of the requeue is there, and counts the requests."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        found = trainer.strategy.broadcast(any(name.startswith("hpc_ckpt") for name in os.listdir(self.folder)))
+        trainer.should_stop = found
+
+
+def _requeued(rank, delays, folder):
+    os.environ["SLURM_JOB_ID"] = "12"
+    os.environ["PATH"] = folder  # no scontrol
+    model = Slow()
+    environment = Slurm(auto_requeue=True, requeue_signal=signal.SIGUSR2)
+    callbacks = [Told(delays[rank], signal.SIGUSR2), Stops(folder)]
+    given = {"plugins": [environment], "max_epochs": 10**6, "default_root_dir": folder, "callbacks": callbacks}
+    fit(rank, {**SHORT, **TOPK}, 2, 5, model=model, dataset=Points(64), **given)
+    return len(model.seen)
+
+
+def test_slurms_signal_to_requeue_saves_once_on_all_ranks_at_the_same_batch(tmp_path):
+    steps = run_ranks(_requeued, 2, [0.4, 0.403], str(tmp_path), timeout=60.0, start="fork")
+    assert steps[0] == steps[1]
+    assert torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)["global_step"] > 0
