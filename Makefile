@@ -91,14 +91,11 @@ docs: venv
 screenshots: docs
 	$(BIN)/python docs/screenshots.py
 
-# Draws the packages from their imports, writes the tables of equations and modules, and the page of evidence from the
-# results of the benchmarks; `make docs` fails when it is due. Needs Python alone.
-map:
-	$(PYTHON) docs/figures/packages.py
-	$(PYTHON) docs/modules.py
-	$(PYTHON) docs/run_record.py
-	$(PYTHON) docs/evidence.py
-	$(PYTHON) docs/reliability.py
+# Draws the packages from their imports, and writes the tables of modules, the record, evidence and reliability; `make
+# docs` fails when it is due.
+map: venv
+	$(BIN)/python docs/figures/packages.py
+	for page in modules run_record evidence reliability; do $(BIN)/python docs/$$page.py || exit; done
 
 clean:
 	rm -rf $(VENV) build dist docs/_build docs/examples docs/reference .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -4,7 +4,7 @@
 
 A setting whose figures hardly move is no tuning; one that moves them is at a good place if both neighbours are worse.
 The steps of a round share nothing here, so that half of ``rounds`` does better; on a measured trace it splits back and
-forth (``tests/core/policies/test_measured_times.py``).
+forth (``tests/equations/test_split_policy.py``).
 """
 
 import argparse

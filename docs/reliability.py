@@ -39,12 +39,12 @@ class Row:
 
 ALL, KILLS = "tests/promises/test_all_or_none.py", "tests/promises/test_kills.py"
 FAILURES, LEFT = "tests/promises/test_failures.py", "tests/promises/test_nothing_is_left.py"
-HEALTH, FILES = "tests/comm/gradients/test_health.py", "tests/strategies/test_whole_files.py"
-RESUME, FRONT_ENDS = "tests/strategies/test_resume.py", "tests/test_front_ends.py"
-TOPK, WIRE = "tests/strategies/test_compression.py", "tests/compression/test_wire_format.py"
-PID, SAMPLER = "tests/core/batching/test_proportional_control.py", "tests/data/test_sampler.py"
-MEMORY = "tests/strategies/test_out_of_memory.py"
-SIGNALS, REGISTRATION = "tests/strategies/test_signals.py", "tests/test_registration.py"
+HEALTH, FILES = "tests/gradients/test_health.py", "tests/lightning/test_whole_files.py"
+RESUME, FRONT_ENDS = "tests/lightning/test_resume.py", "tests/one_process/test_front_ends.py"
+TOPK, WIRE = "tests/modes/test_compression.py", "tests/kernels/test_encoders.py"
+PID, SAMPLER = "tests/equations/test_pid.py", "tests/data/test_samplers.py"
+MEMORY = "tests/modes/test_out_of_memory.py"
+SIGNALS, REGISTRATION = "tests/lightning/test_signals.py", "tests/lightning/test_registration.py"
 
 SECTIONS = {"R": "Faults", "M": "Mathematics", "I": "Interfaces", "P": "Costs"}
 ROWS = (
@@ -54,8 +54,8 @@ ROWS = (
         "workers start again, training goes on from the last checkpoint, and each sample counts once an epoch. Under a "
         "[keeper](lost-workers.md), the others go on with the same total batch and end with the same weights.",
         (
-            "tests/strategies/test_membership.py::test_the_others_go_on_and_a_newcomer_joins",
-            "tests/strategies/test_membership.py::test_every_mode_goes_on",
+            "tests/lightning/test_members.py::test_the_others_go_on_and_a_newcomer_joins",
+            "tests/lightning/test_members.py::test_every_mode_goes_on",
             f"{KILLS}::test_workers_killed_and_started_again",
             f"{KILLS}::test_more_kills_than_restarts_are_an_error",
         ),
@@ -99,11 +99,7 @@ ROWS = (
         "A machine can leave, come back, or be replaced: torchrun restarts the workers with their new number, and each "
         "sample still counts once an epoch. Under a keeper, a worker that comes back joins the running training, also "
         "if it is lost again.",
-        (
-            "tests/strategies/test_membership.py::test_two_are_lost_at_once_and_one_again",
-            f"{KILLS}::test_a_machine_leaves_and_another_comes",
-            f"{RESUME}::test_another_number_of_workers_takes_each_sample_once",
-        ),
+        ("tests/lightning/test_members.py", f"{KILLS}::test_a_machine_leaves_and_another_comes", RESUME),
         "one restart for each change",
         reason="Growing pauses between restarts.",
     ),
@@ -120,11 +116,9 @@ ROWS = (
         "The split moves away from a worker that slows down and back when it recovers, without oscillation; the sum "
         "of the sizes stays the total batch.",
         (
-            "tests/core/policies/test_measured_times.py::test_a_worker_that_slows_down_and_recovers_is_followed_there_and_back",
-            f"{PID}::test_swapped_speeds_are_followed_in_a_few_changes",
-            f"{PID}::test_noise_causes_no_oscillation",
-            f"{PID}::test_bounds_and_total_are_always_kept",
-            "tests/strategies/test_drift.py",
+            "tests/equations/test_split_policy.py",
+            PID,
+            "tests/modes/test_balance.py",
             f"{ALL}::test_plan_moves_away_from_a_slow_loader",
         ),
         "a few changes of the split; no change under noise alone",
@@ -158,14 +152,14 @@ ROWS = (
         'With `on_nonfinite="skip"`, a NaN or infinite gradient on one rank skips the step on all ranks. Residuals, '
         "the noise scale and decisions on the batch stay finite whatever the setting.",
         (
-            "tests/strategies/test_elastic_training.py::test_a_replica_that_is_not_finite_is_replaced_by_the_others",
+            "tests/modes/test_elastic.py",
             f"{HEALTH}::test_a_skipped_step_leaves_weights_and_momentum_as_they_are",
             f"{HEALTH}::test_stopping_is_an_error_on_all_ranks_that_names_rank_and_batch",
             f"{ALL}::test_nan_on_one_rank_is_what_it_is_under_ddp",
             f"{TOPK}::test_a_gradient_that_is_not_finite_is_left_out_on_all_ranks",
-            f"{TOPK}::test_loss_scaler_and_residuals_agree",
-            "tests/callbacks/test_noise_scale.py::test_nan_and_inf_in_one_workers_gradient_leave_the_estimate_finite",
-            "tests/callbacks/test_adaptive_batch.py::test_nan_and_inf_in_one_workers_gradient_leave_the_decision_alive",
+            TOPK,
+            "tests/decisions/test_noise_scale.py::test_nan_and_inf_in_one_workers_gradient_leave_the_estimate_finite",
+            "tests/decisions/test_adaptive_batch.py::test_nan_and_inf_in_one_workers_gradient_leave_the_decision_alive",
         ),
         "the same step on all ranks",
         ("NaN",),
@@ -174,11 +168,7 @@ ROWS = (
         "R11",
         "A rank without samples has weight 0 and keeps no other waiting. A `training_step` that returns `None` is an "
         "error on all ranks, as under every distributed strategy of Lightning.",
-        (
-            f"{FRONT_ENDS}::test_weights_equal_one_process",
-            f"{SAMPLER}::test_rank_without_a_share_runs_the_smallest_batch",
-            "tests/test_limits.py::test_row",
-        ),
+        ("tests/one_process/test_modules.py::test_weights_equal_one_process", SAMPLER, "tests/test_limits.py"),
         "1e-12",
     ),
     Row(
@@ -189,11 +179,11 @@ ROWS = (
         "rank's largest batch before training, and plans keep within it.",
         (
             f"{MEMORY}::test_the_step_has_the_same_gradient_and_the_next_plan_keeps_the_new_bound",
-            f"{MEMORY}::test_a_given_split_stays_and_each_batch_is_done_in_pieces",
+            MEMORY,
             f"{MEMORY}::test_a_total_that_no_longer_fits_is_an_error_on_every_rank",
             f"{MEMORY}::test_what_cannot_be_done_again_is_one_named_error_on_every_rank",
-            "tests/strategies/test_probe.py::test_bound_is_found",
-            "tests/strategies/test_probe.py::test_every_plan_respects_the_bound_of_every_rank",
+            "tests/lightning/test_memory_probe.py",
+            "tests/lightning/test_memory_probe.py::test_every_plan_respects_the_bound_of_every_rank",
         ),
         "1e-14 in double precision; a plan within the bound after three steps, and behind what was drawn",
         ("OutOfMemory",),
@@ -204,11 +194,7 @@ ROWS = (
         "R13",
         "One unit in the last place of one weight is found, with parameter, ranks and batch. Models of other shapes, "
         "or with parameters in another order, are an error on all ranks.",
-        (
-            f"{HEALTH}::test_each_element_is_compared_sooner_or_later",
-            f"{HEALTH}::test_roundings_are_told_of_devices_of_one_kind_only",
-            f"{ALL}::test_a_model_of_other_shapes_or_of_another_order_is_an_error_on_all_ranks",
-        ),
+        (HEALTH, f"{ALL}::test_a_model_of_other_shapes_or_of_another_order_is_an_error_on_all_ranks"),
         "32 parameters at each sync round; single bits between devices of one kind only",
         ("Diverge",),
         "A comparison at the end of training under Fabric and Accelerate, which do not say that it ends.",
@@ -226,11 +212,7 @@ ROWS = (
         "R15",
         "A compressed message that arrives with impossible indices is refused on all ranks, with rank and bucket. "
         "Nothing of it is applied.",
-        (
-            f"{WIRE}::test_a_malformed_message_is_refused_with_rank_and_bucket",
-            "tests/comm/compressors/block_topk/test_host_path.py::test_a_malformed_message_names_its_rank_and_moves_nothing",
-            f"{TOPK}::test_a_corrupted_message_ends_the_run_with_rank_and_bucket",
-        ),
+        (WIRE, "tests/gradients/test_block_topk.py", TOPK),
         "the step of the message",
         ("CorruptMessage",),
     ),
@@ -243,12 +225,12 @@ ROWS = (
         (
             f"{FILES}::test_a_damaged_file_is_named_or_loads_what_was_saved",
             f"{FILES}::test_a_training_goes_on_from_the_newest_whole_file_where_the_last_is_damaged",
-            f"{FILES}::test_the_older_kind_of_file_is_read",
-            "tests/accelerate/test_checkpoint.py::test_a_state_that_changed_is_named_on_every_rank_or_passed_over",
-            "tests/transformers/test_training.py::test_a_checkpoint_that_changed_is_named_on_every_rank_or_passed_over",
-            "tests/strategies/test_fsdp.py::test_shards_that_changed_are_named_on_every_rank_before_they_are_read",
+            FILES,
+            "tests/front_ends/test_accelerate.py::test_a_state_that_changed_is_named_on_every_rank_or_passed_over",
+            "tests/front_ends/test_transformers.py::test_a_checkpoint_that_changed_is_named_on_every_rank_or_passed_over",
+            "tests/modes/test_fsdp.py::test_shards_that_changed_are_named_on_every_rank_before_they_are_read",
             "tests/test_hostile_files.py",
-            f"{RESUME}::test_malformed_state_of_ours_is_a_named_error",
+            RESUME,
             f"{RESUME}::test_ranks_with_different_checkpoints_are_told",
         ),
         "all 8 bits of every byte of the directory; 1200 random damages",
@@ -259,12 +241,7 @@ ROWS = (
         "R17",
         "A checkpoint goes on with another number of workers and in plain `ddp`, and one of plain `ddp` here; no "
         "sample is skipped or repeated.",
-        (
-            f"{RESUME}::test_mid_epoch_and_epoch_end_continue_identically",
-            f"{RESUME}::test_no_sample_is_skipped_between_any_two_numbers_of_workers",
-            f"{RESUME}::test_plain_ddp_reads_our_checkpoint_and_we_read_its",
-            f"{FRONT_ENDS}::test_another_number_of_workers_takes_each_sample_once",
-        ),
+        (RESUME, FRONT_ENDS),
         "equal to the last bit with the same number of workers",
     ),
     Row(
@@ -274,9 +251,9 @@ ROWS = (
         (
             f"{SIGNALS}::test_all_ranks_end_with_a_checkpoint_when_told_at_almost_the_same_time",
             f"{SIGNALS}::test_one_rank_that_is_told_ends_all",
-            f"{SIGNALS}::test_slurms_signal_to_requeue_saves_on_all_ranks_at_the_same_batch",
+            SIGNALS,
             f"{KILLS}::test_a_training_that_is_told_to_end_saves_and_ends",
-            "tests/transformers/test_jit_checkpoint.py::test_all_ranks_save_after_the_step_that_follows_a_signal",
+            "tests/front_ends/test_transformers.py::test_all_ranks_save_after_the_step_that_follows_a_signal",
         ),
         "the second batch after the signal; with Transformers, the step that follows 3 s",
         ("Sigterm",),
@@ -304,7 +281,7 @@ ROWS = (
         "M1",
         "For any split, loss reduction, accumulation and clipping, gradients and weights are those of one process on "
         "the whole batch.",
-        (f"{FRONT_ENDS}::test_weights_equal_one_process", f"{FRONT_ENDS}::test_weights_equal_stock_lightning"),
+        ("tests/one_process/test_modules.py::test_weights_equal_one_process", FRONT_ENDS),
         "1e-12 in double precision",
     ),
     Row(
@@ -313,68 +290,47 @@ ROWS = (
         (
             f"{TOPK}::test_density_1_is_the_dense_gradient",
             f"{TOPK}::test_applied_and_left_make_up_all_gradients",
-            "tests/compression/test_reference.py::test_what_is_sent_and_what_stays_make_up_what_there_was",
-            "tests/compression/host/test_encoder.py::test_double_residuals_lose_nothing",
+            "tests/kernels/test_messages.py::test_what_is_sent_and_what_stays_make_up_what_there_was",
+            "tests/kernels/test_encoder_choice.py::test_double_residuals_lose_nothing",
         ),
         "1e-4 in single precision; nothing is lost",
     ),
     Row(
         "M3",
         "The Triton kernels compute what their reference in torch does.",
-        (
-            "tests/compression/triton_gpu/test_encoder.py::test_kernels_compute_what_the_reference_does",
-            "tests/compression/triton_gpu/test_encoder.py::test_kernels_compute_what_the_reference_does_natively",
-        ),
+        ("tests/kernels/test_triton.py",),
         "equal; on CPUs by Triton's interpreter, on GPUs natively",
     ),
     Row(
         "M4",
         "Estimates of the noise scale are unbiased for any split, and the running estimate finds a known one.",
-        (
-            "tests/core/noise/test_estimators.py::test_estimates_are_unbiased",
-            "tests/core/noise/test_estimators.py::test_pooled_has_the_variance_that_is_stated",
-            "tests/core/noise/test_running.py::test_running_average_finds_the_noise_scale",
-        ),
+        ("tests/equations/test_noise_scale.py",),
         "5 % after 4000 steps",
         reason="A bound for gradients with heavy tails, whose variance may not exist.",
     ),
     Row(
         "M5",
         "The split is the optimum of the time model, keeps sum and bounds, and gives a faster worker no fewer samples.",
-        (
-            "tests/core/batching/test_optperf.py::test_integer_optimum_is_never_worse_than_the_integer_programmes",
-            "tests/core/batching/test_optperf.py::test_sums_and_bounds_are_kept_and_the_time_is_the_models",
-            "tests/core/batching/test_optperf.py::test_faster_worker_never_gets_fewer",
-        ),
+        ("tests/equations/test_optimal_split.py",),
         "never worse than an integer programme",
     ),
     Row(
         "M6",
         "Proportional control settles, does not wind up at a bound, and loses no sample to rounding.",
-        (
-            f"{PID}::test_fixed_times_are_converged_to_in_a_few_changes",
-            f"{PID}::test_random_shapes_and_bounds_settle_within_three_changes",
-            f"{PID}::test_a_worker_held_at_its_minimum_lets_the_others_settle",
-            f"{PID}::test_bounds_and_total_are_always_kept",
-        ),
+        (PID, f"{PID}::test_a_worker_held_at_its_minimum_lets_the_others_settle"),
         "three changes",
     ),
     Row(
         "M7",
         "Each sample is drawn by one rank, once an epoch, in an order that seed, epoch and plan determine, also after "
         "a resume in the middle of an epoch.",
-        (
-            f"{SAMPLER}::test_each_index_once",
-            f"{SAMPLER}::test_sizes_are_those_of_the_history_that_holds",
-            f"{SAMPLER}::test_resumed_epoch_goes_on_where_it_stopped",
-            f"{SAMPLER}::test_resume_with_another_number_of_ranks",
-        ),
+        (SAMPLER,),
         "equal sets",
     ),
     Row(
         "M8",
         "Means over an epoch count samples, not ranks.",
-        ("tests/strategies/test_logging.py",),
+        ("tests/one_process/test_modules.py",),
         "the mean over all samples",
         reason="`SyncBatchNorm`: torch has none on CPUs, and its test on GPUs (`tests/gpu`) has not run yet. "
         "Plain batch normalization, which sees each rank's own batch; and values logged with `on_step=True`.",
@@ -383,38 +339,26 @@ ROWS = (
         "I1",
         "A wrong setting is an error when it is given, on every rank, that says what was given, what is allowed and "
         "what to do.",
-        (
-            f"{FRONT_ENDS}::test_wrong_settings_are_errors_on_every_rank",
-            "tests/strategies/test_arguments.py",
-            f"{TOPK}::test_wrong_arguments_are_refused_at_construction",
-        ),
+        (FRONT_ENDS, "tests/lightning/test_arguments.py", f"{TOPK}::test_wrong_arguments_are_refused_at_construction"),
         "before the first step",
     ),
     Row(
         "I2",
         "Features of Lightning work or are refused with the lines to change: the table in [Limits](limits.md).",
-        (
-            "tests/test_limits.py::test_row",
-            "tests/test_limits.py::test_table_and_cases_name_the_same_rows",
-            "tests/test_limits.py::test_what_is_refused_shows_the_lines_to_change",
-        ),
+        ("tests/test_limits.py", "tests/test_limits.py::test_what_is_refused_shows_the_lines_to_change"),
         "one case for each row",
     ),
     Row(
         "I3",
         "The package imports without a GPU and without its extras; what needs an extra names the command that installs "
         "it.",
-        (
-            f"{REGISTRATION}::test_importing_the_package_imports_nothing_heavy",
-            "tests/transformers/test_flag.py::test_without_transformers_the_extra_is_named",
-            "tests/distributions.py",
-        ),
+        (REGISTRATION, "tests/front_ends/test_flag.py", "tests/distributions.py"),
         "required packages only",
     ),
     Row(
         "P1",
         "A step takes hardly longer than under `ddp`.",
-        ("tests/test_docs.py::test_overhead_is_that_of_the_benchmark",),
+        ("tests/test_benchmarks.py",),
         "measured: [Benchmarks](benchmarks.md)",
         reason="A number for your machine: two busy cores cannot show 2 %. No test asserts a speed.",
     ),
@@ -424,10 +368,10 @@ ROWS = (
         "has set up is gone when the next one of the process begins.",
         (
             f"{LEFT}::test_steps_leave_nothing",
-            "tests/test_docs.py::test_what_trainings_leave_is_that_of_the_benchmark",
+            "tests/promises/test_nothing_is_left.py",
             f"{LEFT}::test_many_trainings_in_one_process_leave_as_much_as_two",
-            "tests/comm/gradients/test_nonfinite.py::test_nothing_is_skipped_any_more_once_the_skipper_has_gone",
-            f"{SIGNALS}::test_lightning_is_left_as_it_was",
+            f"{HEALTH}::test_nothing_is_skipped_any_more_once_the_skipper_has_gone",
+            SIGNALS,
         ),
         "10,000 steps, 20 trainings: [Benchmarks](benchmarks.md#long-and-many-trainings)",
         reason="Flat memory of a GPU: its check, a part of `make gpu`, has not run on one yet.",

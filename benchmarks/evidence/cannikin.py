@@ -420,7 +420,7 @@ ROWS: list[Row] = [
         ours=gpu("A training of ResNet-18 to 94 % needs GPUs."),
         note=(
             "What can be shown without: gradients of unequal batches are those of one process on the same global batch "
-            "(`tests/strategies/test_equality.py`). A larger total does need more samples to an accuracy, as the "
+            "(`tests/one_process/test_modules.py`). A larger total does need more samples to an accuracy, as the "
             "model of efficiency says; small trainings on CPU are in `benchmarks/results/adaptive.json`."
         ),
     ),

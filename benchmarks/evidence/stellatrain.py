@@ -108,7 +108,7 @@ ROWS = [
         "batches that saturate an RTX 2080 Ti, 3090 and 4090, and images per second above, for three models",
         "needs a GPU",
         "open",
-        found.unknown("The values are taken over as profiles; eq. 2 fits them (`tests/core/test_as_published.py`)."),
+        found.unknown("The values are taken over as profiles; eq. 2 fits them (`tests/equations/test_published.py`)."),
     ),
     Row(
         "sec. 4.2, eq. 3",
