@@ -1,78 +1,108 @@
-"""``lightning-hetero doctor`` as a user starts it: alone, under torchrun, with a rank that fails or is lost."""
+"""``lightning-hetero doctor``: alone, in a job whose ranks fail or are lost, and what it makes of given findings."""
 
 import contextlib
 import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 from lightning_hetero import cli
 from lightning_hetero.cli.doctor import examine as module
+from lightning_hetero.cli.doctor import facts as facts_module
+from lightning_hetero.cli.doctor import group as group_module
 from lightning_hetero.cli.doctor.autoload import NAMES, Autoload
+from lightning_hetero.cli.doctor.facts import DeviceFacts, ProcessFacts
+from lightning_hetero.cli.doctor.group import Failure
+from lightning_hetero.cli.doctor.speed import Speed, slowdown
+from tests.cli.ran import ran
 from tests.ranks import at_end, free_port, run_ranks
 
-PAGE = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
 WORKS = Autoload(1, False, False, NAMES)
+PLACE = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 
 
 @pytest.fixture
 def doctor(monkeypatch, capsys):
-    """Runs it alone for an instant, without the second program: exit code, and what it wrote."""
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    """Runs it for an instant, without its second program: exit code, its document, and errors."""
+    for name in PLACE:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(module, "autoload_of", lambda: WORKS)
 
     def _doctor(*options, **environment):
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        return cli.main(["doctor", "--seconds", "0.03", *options]), capsys.readouterr().out
+        code, text, errors = ran(capsys, "doctor", "--seconds", "0.03", *options)
+        return code, json.loads(text) if "--json" in options and text else text, errors
 
     return _doctor
 
 
-def test_alone(doctor):
-    code, text = doctor()
-    assert code == 0
-    assert re.search(r"^processes   this one, with 1 device$", text, re.M)
-    assert re.search(r"^0 .* [\d.]+ [GT]FLOP/s ", text, re.M)
-    assert "torchrun --nproc-per-node N -m lightning_hetero doctor" in " ".join(text.split())
+def broken(text):
+    def measure(*given):
+        raise RuntimeError(text)
+
+    return measure
 
 
-def test_alone_as_json(doctor):
-    code, text = doctor("--json")
-    found = json.loads(text)
-    assert code == 0
-    assert {"schema", "versions", "autoload", "environment", "ranks", "link", "problems", "failures", "advice"} <= set(
-        found
-    )
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_alone(doctor, precision):
+    code, found, _ = doctor("--json", "--precision", precision)
     (row,) = found["ranks"]
+    assert code == 0
+    assert (found["world_size"], found["precision"], found["failures"]) == (1, precision, [])
     assert row["speed"]["flops"] > 0
-    assert row["device"]["memory"] > row["device"]["free"] > 0
-    assert os.uname().nodename not in re.findall(r"[\w.-]+", text)
-
-
-def test_a_device_that_fails_is_said_and_the_rest_is_checked(doctor, monkeypatch):
-    def broken(*given):
-        raise RuntimeError("the driver is gone\nand more")
-
-    monkeypatch.setattr(module, "measure_speed", broken)
-    code, text = doctor()
-    assert code == 1
-    assert "- device 0: no speed: RuntimeError: the driver is gone." in text
-    assert "versions" in text
-
-
-def test_processes_that_do_not_come_are_a_failure_and_this_one_is_checked(doctor):
-    place = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    code, text = doctor("--timeout", "0.3", **place)
-    assert code == 1
-    assert "- WORLD_SIZE=2, and rank 1 did not come within 0.3 s." in text
+    assert row["device"]["memory"] >= row["device"]["free"] > 0
+    assert found["autoload"]["works"]
+    assert any("torchrun" in text for text in found["advice"])
+    assert os.uname().nodename not in re.findall(r"[\w.-]+", json.dumps(found))
+    code, text, _ = doctor("--precision", precision)
+    assert code == 0
     assert re.search(r"^0 .* [\d.]+ [GT]FLOP/s ", text, re.M)
+
+
+def test_a_device_that_fails_is_said_without_names_and_addresses(doctor, monkeypatch):
+    text = f"'/home/me/run 1/x.py' of {os.uname().nodename} to [::ffff:10.1.2.3]:80, at 12:30, 3/4 of 1.5 GB/s"
+    monkeypatch.setattr(module, "measure_speed", broken(f"{text}\nand more"))
+    code, found, _ = doctor("--json")
+    (failure,) = found["failures"]
+    assert code == 1
+    assert "RuntimeError: 'FOLDER 1/x.py' of host 0 to [ADDRESS]:80, at 12:30, 3/4 of 1.5 GB/s" in failure
+    assert found["versions"]["torch"]
+    assert text in doctor("--json", "--hosts")[1]["failures"][0]
+
+
+def test_memory_of_a_cpu_is_that_of_its_cgroup(doctor, monkeypatch):
+    monkeypatch.setattr(facts_module, "memory_limit", lambda: 10**8)
+    device = doctor("--json")[1]["ranks"][0]["device"]
+    assert device["memory"] == 10**8 >= device["free"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"WORLD_SIZE": "", "RANK": ""}, None),
+        ({"WORLD_SIZE": "2"}, "RANK, MASTER_ADDR and MASTER_PORT"),
+        ({"WORLD_SIZE": "4", "RANK": "3", "MASTER_PORT": "1", "MASTER_ADDR": ""}, "MASTER_ADDR is not"),
+        ({"WORLD_SIZE": "4", "RANK": "4", "MASTER_PORT": "1", "MASTER_ADDR": "a"}, "RANK=4"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
+        ({"RANK": "1"}, "RANK=1"),
+        ({"GLOO_SOCKET_IFNAME": "eth99"}, "eth99"),
+    ],
+)
+def test_a_wrong_environment_is_said_and_the_process_checked_alone(doctor, environment, told):
+    code, found, _ = doctor("--json", **environment)
+    assert (code, len(found["ranks"])) == (0, 1)
+    assert any(told in text for text in found["problems"]) if told else not found["problems"]
 
 
 @pytest.mark.parametrize(
@@ -90,68 +120,246 @@ def test_versions_with_published_vulnerabilities_are_problems(doctor, monkeypatc
         text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
         (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    code, text = doctor("--json")
-    problems = " ".join(json.loads(text)["problems"])
+    code, found, _ = doctor("--json")
     names = ("GHSA-w37p-236h-pfx3", "CVE-2026-58659", "CVE-2025-32434", "CVE-2026-24747")
-    assert ([name in problems for name in names], code) == (advisories, 0)
+    assert ([name in " ".join(found["problems"]) for name in names], code) == (advisories, 0)
 
 
-def checked(rank, fault):
+def test_a_device_that_slows_down_is_told_from_noise():
+    rng = np.random.default_rng(0)
+    assert slowdown([*[10.0] * 7, *[8.0] * 8]) == pytest.approx(0.2, abs=0.05)
+    assert sum(bool(slowdown(rng.normal(1.0, 0.2, 15).tolist())) for _ in range(200)) <= 2
+    assert slowdown([1.0]) == 0.0
+
+
+# with other ranks
+
+
+def _checked(rank, fault):
     """Exit code and output of a rank, of which the second may have a fault in the measurement of speed."""
     patch = pytest.MonkeyPatch()
     at_end(patch.undo)
     patch.setattr(module, "autoload_of", lambda: WORKS)
-    if rank == 1 and fault == "raise":
-        patch.setattr(module, "measure_speed", lambda *given: 1 / 0)
-    elif rank == 1 and fault == "lost":
-        patch.setattr(module, "measure_speed", lambda *given: sys.exit("gone"))
+    if rank == 1 and fault != "none":
+        patch.setattr(module, "measure_speed", lambda *given: 1 / 0 if fault == "raise" else sys.exit("gone"))
     output, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         try:
             code = cli.main(["doctor", "--seconds", "0.03", "--timeout", "3" if fault == "lost" else "60", "--json"])
         except SystemExit as ended:
             code = ended.code
-    return code, output.getvalue(), errors.getvalue()
+    return code, output.getvalue()
 
 
-@pytest.mark.parametrize("fault", ["none", "raise", "lost"])
-def test_ranks_together_whatever_one_of_them_does(fault):
-    (code, text, _), (_, silent, _) = run_ranks(checked, 2, fault)
+@pytest.mark.parametrize(("fault", "told"), [("none", None), ("raise", "ZeroDivisionError"), ("lost", "'speed'")])
+def test_ranks_together_whatever_one_of_them_does(fault, told):
+    (code, text), (_, silent) = run_ranks(_checked, 2, fault)
     found = json.loads(text)
-    assert not silent
+    assert (code, silent) == (int(fault != "none"), "")
     assert [row["rank"] for row in found["ranks"]] == [0, 1]
-    assert code == (0 if fault == "none" else 1)
-    if fault == "lost":
-        assert found["failures"] == [
-            "rank 1 did not end 'speed' within 3.09 s, or was lost; the output of that process says why."
-        ]
-        return
-    assert found["failures"] == ([] if fault == "none" else ["rank 1: no speed: ZeroDivisionError: division by zero."])
-    assert [bool(row["speed"]) for row in found["ranks"]] == [True, fault == "none"]
-    assert found["link"]["rate"][0][1] > 0
-    assert [size for size, _ in found["link"]["sums"]][:2] == [4096, 65536]
+    assert [("rank 1" in text, told in text) for text in found["failures"]] == [(True, True)] * (fault != "none")
+    if fault != "lost":
+        assert [bool(row["speed"]) for row in found["ranks"]] == [True, fault == "none"]
+        assert found["link"]["rate"][0][1] > 0
+        assert [size for size, _ in found["link"]["sums"]][:2] == [4096, 65536]
 
 
-def words(text):
-    """What stays the same on every machine: the first word of each line, and the headers of the tables."""
-    lines = [line for line in text.splitlines() if line and not line.startswith((" ", "- "))]
-    return {line.split()[0] for line in lines if not line[0].isdigit()}
+def test_ranks_that_find_no_other_one_say_so_and_the_first_is_checked(doctor):
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    code, found, _ = doctor("--timeout", "0.3", "--json", RANK="0", **place)
+    assert code == 1
+    assert "rank 1" in found["failures"][0]
+    assert found["ranks"][0]["speed"]["flops"] > 0
+    code, text, errors = doctor("--timeout", "0.1", RANK="1")
+    assert (code, text) == (1, "")
+    assert "rank 1" in errors
+    code, _, errors = doctor("--timeout", "0.1", TORCHELASTIC_RUN_ID="1")
+    assert code == 0, "torchrun would end the first rank, which has more to say"
+    assert "rank 1" in errors
 
 
 @pytest.mark.slow("torchrun starts interpreters; the same ranks are tested together above")
-def test_under_torchrun_as_the_page_shows():
-    """The real thing, with the second program; the page's output has the same parts."""
+def test_under_torchrun():
+    """The real thing, with the second program."""
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
     ]
     command += ["-m", "lightning_hetero", "doctor", "--seconds", "0.05", "--timeout", "120"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    text = done.stdout
-    assert text.count("lightning-hetero 0") == 1, "one table, that of rank 0"
-    assert [line.split()[0] for line in text.splitlines() if " FLOP" in line or "FLOP/s" in line] == ["0", "1"]
-    assert 'strategy="hetero_ddp" needs no import' in text
-    assert "communication-bound from" in " ".join(text.split())
-    (shown,) = re.findall(r"^\$ torchrun --nproc-per-node 2 -m lightning_hetero doctor\n(.*?)^```$", PAGE, re.M | re.S)
-    assert words(shown) <= words(text) | {"Advice"}
+    assert [line.split()[0] for line in done.stdout.splitlines() if "FLOP/s" in line] == ["0", "1"], "one table"
+    assert 'strategy="hetero_ddp" needs no import' in done.stdout
+    assert "communication-bound from" in " ".join(done.stdout.split())
+
+
+# what is made of given findings
+
+TIMES = np.array([[0.0, 1e-5], [1e-5, 0.0]])
+SUMS = ((4096, 0.001),)
+
+
+def process(rank, host="lab1", kind="cuda", card=None, **facts):
+    """Facts of a rank; a GPU of its own unless a card is given."""
+    identity = f"{host}/{rank if card is None else card}"
+    given = {"cores": 8.0, "threads": 1, "host_memory": 64 * 10**9, "interfaces": ("lo", "eth0"), **facts}
+    return ProcessFacts(rank, host, DeviceFacts(kind, "RTX 3090", identity, 24 * 10**9, 12 * 10**9), **given)
+
+
+def speed(flops, lost=0.0):
+    return Speed(flops, (flops,) * 15, lost)
+
+
+class Others:
+    """Ranks of which this process is the first; the others have given answers."""
+
+    control = None
+
+    def __init__(self, answers):
+        self.answers = answers
+
+    def join(self, environment):
+        assert environment is not None
+
+    def gather(self, what, measure, seconds=0.0):
+        return [measure(), *self.answers[what]]
+
+
+@pytest.fixture
+def examined(monkeypatch, capsys):
+    """Document of a job whose ranks are pretended; ``own`` has the facts of the first one, and the others' answers."""
+
+    def _examined(*others, own=None, speeds=(1e12, 5e11), hosts=False, **answers):
+        world = max(len(others) + 1, 2)
+        others = others or (process(1),)
+        job = {"WORLD_SIZE": str(world), "RANK": "0", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1"}
+        patched = {
+            "process_facts": lambda rank, device, local_rank: process(rank, **(own or {})),
+            "measure_speed": lambda *given: speed(speeds[0]),
+            "autoload_of": lambda: WORKS,
+            "measure_pairs": lambda control: (TIMES, 1e14 * TIMES, 2 * TIMES),
+            "measure_sums": lambda control, device, group: SUMS,
+            "new_group": lambda backend: None,
+        }
+        for name, value in patched.items():
+            monkeypatch.setattr(module, name, value)
+        options = SimpleNamespace(seconds=20.0, precision="float32", timeout=7.0, json=True, hosts=hosts)
+        examination = module.Examination(options, job)
+        usual = {"facts": [[one] for one in others], "autoload": [None], "speed": [speed(v) for v in speeds[1:]]}
+        usual |= {"pairs": [patched["measure_pairs"](None)] * (world - 1), "all-reduces": [SUMS]}
+        examination.ranks = Others(usual | answers)
+        examination.go()
+        examination.write()
+        return json.loads(capsys.readouterr().out)
+
+    return _examined
+
+
+def test_the_first_rank_writes_what_all_have_measured(examined, monkeypatch):
+    monkeypatch.setattr(module.metadata, "requires", lambda name: ["torch>=99", "numba>=99; extra == 'numba'"])
+    versions = {"torch": "2.13.0", "numba": "1.0", "numpy": "2.0"}
+    found = examined(process(1, versions={**versions, "torch": "2.9"}), own={"versions": versions})
+    assert [(row["rank"], row["speed"]["flops"]) for row in found["ranks"]] == [(0, 1e12), (1, 5e11)]
+    assert found["link"]["latency"] == [[0.0, 1e-5], [1e-5, 0.0]]
+    assert found["link"]["sums"] == [[4096, 0.001]]
+    assert (found["world_size"], found["seconds"], found["failures"]) == (2, 20.0, [])
+    for word in ("torch differs", "torch 2.13.0 is installed", "numba 1.0 is installed"):
+        assert any(word in text for text in found["problems"]), word
+    assert not any("numpy" in text for text in found["problems"])
+
+
+@pytest.mark.parametrize(
+    ("second", "available", "backend"),
+    [({}, True, "nccl"), ({"card": "0"}, True, "gloo"), ({"kind": "cpu"}, True, "gloo"), ({}, False, "gloo")],
+    ids=["a GPU each", "one GPU", "a GPU and a CPU", "no NCCL"],
+)
+def test_gradients_go_by_nccl_where_each_rank_has_a_gpu(examined, monkeypatch, second, available, backend):
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: available)
+    assert examined(process(1, **second))["link"]["backend"] == backend
+
+
+def test_checks_that_fail_are_all_said_and_the_rest_is_kept(examined):
+    failures = {name: [Failure(f"no {name}")] for name in ("facts", "speed", "pairs")}
+    found = examined(**failures)
+    assert [
+        ("rank 1" in text, f"no {name}" in text) for name, text in zip(failures, found["failures"], strict=True)
+    ] == [(True, True)] * 3
+    assert found["ranks"][0]["speed"]["flops"] == 1e12
+    assert found["link"] is None
+    found = examined(**{"all-reduces": [Failure("no sum")]})
+    assert len(found["failures"]) == 1
+    assert found["link"]["sums"] == [[4096, 0.001]]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "wrong"),
+    [
+        ("GLOO", "eth0", None),
+        ("GLOO", "eth", "eth"),
+        ("GLOO", "eth9,eth0", "eth9"),
+        ("GLOO", "^lo", "^lo"),
+        ("GLOO", "lo", "reaches no other machine"),
+        ("NCCL", "eth9,eth", None),
+        ("NCCL", "^lo,docker", None),
+        ("NCCL", "^lo,eth", "^lo,eth"),
+    ],
+)
+def test_interfaces_that_gloo_and_nccl_are_told_to_use(examined, variable, value, wrong):
+    sockets = {f"{variable}_SOCKET_IFNAME": value}
+    problems = examined(process(1, "lab2", sockets=sockets), own={"sockets": sockets})["problems"]
+    assert [f"{variable}_SOCKET_IFNAME" in text and wrong in text for text in problems] == [True] * bool(wrong)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "slow"),
+    [
+        ((2e12, 2.1e12, 1e12), [2]),
+        ((1.08, 1.0), []),
+        ((1.2, *[1.0] * 9), []),
+        ((1.0, 0.9), [1]),
+        ((10.0, 1.5, 1.4, 1.3, 2.0, 3.0), [3, 2, 1]),
+    ],
+)
+def test_uneven_batches_are_advised_where_they_gain_with_the_slowest_ranks(examined, speeds, slow):
+    found = examined(*[process(i) for i in range(1, len(speeds))], speeds=speeds)
+    (advised,) = [text for text in found["advice"] if "hetero_ddp" in text]
+    assert [int(rank) for rank in re.findall(r"rank (\d+) is", advised)] == slow
+    assert not slow or f" {np.mean(speeds) / min(speeds):.3g}x" in advised
+
+
+def test_the_document_names_nobody_unless_it_is_asked_to(examined):
+    lost = {"speed": [Failure("cannot reach 10.0.0.7:29500 from lab2")]}
+    found = examined(process(1, "lab2"), **lost)
+    text = json.dumps(found)
+    assert [row["host"] for row in found["ranks"]] == ["host 0", "host 1"]
+    assert [name for name in ("lab1", "lab2", "10.0.0.7", str(Path.home()), "identity") if name in text] == []
+    named = json.dumps(examined(process(1, "lab2"), hosts=True, **lost))
+    assert all(name in named for name in ("lab1", "lab2", "10.0.0.7"))
+
+
+def test_a_launcher_that_ends_the_process_does_not_lose_what_was_found(doctor, monkeypatch):
+    def end(code):
+        raise SystemExit(code)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(module.os, "_exit", end)
+    monkeypatch.setattr(module, "measure_speed", lambda *given: os.kill(os.getpid(), signal.SIGTERM))
+    code, found, _ = doctor("--json")
+    assert (code, len(found["ranks"])) == (1, 1)
+    assert "launcher" in found["failures"][0]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_device_that_hangs_ends_the_process_after_what_was_found(doctor, monkeypatch):
+    ended, codes = threading.Event(), []
+    monkeypatch.setattr(group_module.os, "_exit", lambda code: codes.append(code) or ended.set())
+    monkeypatch.setattr(module, "measure_speed", lambda *given: ended.wait(60) and speed(1.0))
+    _, text, _ = doctor("--timeout", "0.05")
+    assert codes == [1]
+    assert "speed of cpu" in text.partition("versions ")[2].partition("versions ")[0]

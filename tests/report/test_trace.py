@@ -7,10 +7,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from lightning_hetero.core.report.records import RoundRecord
-from lightning_hetero.core.report.run_record import RunRecord
-from lightning_hetero.report import read_run, trace_events
-from lightning_hetero.report.step_layout import place_steps
+from lightning_hetero.report import RoundRecord, RunRecord, read_run, trace_events
 from tests.report.runs import Cluster, header, simulated, written
 
 BUSY = ("data", "forward", "backward", "optimizer")
@@ -84,22 +81,6 @@ def test_parts_are_where_they_were(name):
     for one in true:
         near = [e for e in events if (e[0], e[2]) == (one.rank, one.what) and abs(e[3] - shift - one.start) < 2e-6]
         assert any(abs(e[4] - shift - one.end) < 2e-6 for e in near), one
-
-
-@pytest.mark.parametrize("name", ["two buckets", "accumulation", "a slow loader"])
-def test_waiting_is_the_rest_of_a_step(name):
-    cluster = Cluster(**EXACT[name], jitter=0.05)
-    run = simulated(cluster, total=48, rounds=1, steps=12, straggler=False)
-    events = traced(run)
-    ends = ends_of_steps(events)
-    for rank, own in ends.items():
-        for before, after in zip(own, own[1:], strict=False):
-            spent = sum(
-                end - start
-                for r, row, _, start, end in events
-                if r == rank and row in (*BUSY, "waiting") and before - 1e-9 <= start < after - 1e-9
-            )
-            assert spent == pytest.approx(after - before, abs=1e-7)
 
 
 def test_who_is_waited_for_is_named():
@@ -179,16 +160,11 @@ def test_several_backward_passes_in_a_batch_keep_their_time():
 
 @pytest.mark.parametrize("sample", [(), ((),), (((1.0, 2.0),),), ((row(forward=math.nan),),), ((row(data=-1.0),),)])
 def test_a_round_without_a_usable_sample_has_no_steps(sample):
-    assert place_steps(RoundRecord(5.0, 0, 9, 10, 8, (8,), sample=sample), 0.0) == []
+    one = RoundRecord(5.0, 0, 9, 10, 8, (8,), sample=sample)
+    assert traced(RunRecord(header(speeds=(1.0,)), (one,))) == []
 
 
 def test_a_step_of_unknown_length_follows_the_update_of_the_one_before():
     """Ends are 0.01 + 0.01 + 0.03 + 0.07 seconds apart: update, data, forward, and backward to its end."""
     ends = ends_of_steps(traced(of_rows(*[[row(step_time=math.nan)]] * 3)))
     assert np.diff(ends[0]) == pytest.approx(0.12)
-
-
-def test_buckets_between_are_ready_at_equal_distances():
-    one = row(backward=0.06, first_bucket=0.02, ends=(0.021, 0.05, 0.06, 0.07))
-    starts = [span.start for span in place_steps(of_rows([one]).rounds[0], 0.0) if span.row == "all-reduce"]
-    assert np.diff(starts) == pytest.approx([0.04 / 3, 0.05 - 0.02 - 0.04 / 3, 0.01])

@@ -1,0 +1,265 @@
+"""Simulated trainings: what always holds, when plans hold, workers that come and go, and what a result says."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.core.batching.plan import BatchPlan
+from lightning_hetero.core.compression.settings import BlockTopK
+from lightning_hetero.core.policies import POLICIES
+from lightning_hetero.core.policies.goodput import GoodputPlanner
+from lightning_hetero.core.policies.perf_model import PerfModelPlanner
+from lightning_hetero.simulate import ClusterSimulator, DeviceProfile, Join, Leave, LinkProfile, NoiseTrajectory
+from tests.simulate.planners import Watching
+
+
+def cluster(speeds, **more):
+    return [DeviceProfile(0.35e-3 / v, 0.01, 0.65e-3 / v, 0.01, **more) for v in speeds]
+
+
+UNEQUAL = cluster((1.0, 0.64, 0.27), jitter=0.03)
+LINK = LinkProfile(gradient_bytes=25e6, rate=1.25e9)
+CONSTANT = [DeviceProfile(0, 1, 0, 0)] * 3
+"""Workers whose steps take a second at any size."""
+
+
+@pytest.mark.parametrize("policy", [name for name, entry in POLICIES.items() if not entry.needs])
+def test_every_policy_keeps_the_total_and_runs_on(policy):
+    known = (1.0, 0.64, 0.27) if policy == "static" else ()
+    result = ClusterSimulator(UNEQUAL, 300, link=LINK, policy=policy, seed=1, capacities=known).run(60)
+    assert (result.sizes.sum(axis=1) == 300).all()
+    assert (result.totals == 300).all()
+    assert result.steps == len(result.seconds) == len(result.clock) == 60
+    assert (result.exact >= result.optimum * (1 - 1e-12)).all()
+    assert (result.idle >= -1e-6).all()
+    if policy == "even":
+        assert len(result.plans) == 1
+    if policy in ("perf_model", "pid"):
+        assert result.share_since(40) > 0.97 > result.exact[0] ** -1 * result.optimum[0]
+
+
+def test_the_optimum_is_reached_and_kept():
+    result = ClusterSimulator(UNEQUAL, 300, link=LINK, seed=3).run(200)
+    assert result.first_within(0.05) <= 20
+    assert result.first_within(0.01, for_good=True) <= 60
+    assert result.share_since(60) >= 0.99
+
+
+def test_a_run_in_parts_is_the_run_at_once():
+    at_once = ClusterSimulator(UNEQUAL, 300, link=LINK, seed=5).run(90)
+    simulator = ClusterSimulator(UNEQUAL, 300, link=LINK, seed=5)
+    for steps in (1, 6, 3, 0, 40, 1, 1, 38):
+        in_parts = simulator.run(steps)
+    for name in ("seconds", "exact", "optimum", "clock", "sizes", "idle"):
+        np.testing.assert_allclose(getattr(in_parts, name), getattr(at_once, name), rtol=1e-12)
+    assert in_parts.plans == at_once.plans
+    assert [r.step for r in in_parts.rounds] == [r.step for r in at_once.rounds]
+
+
+@given(st.lists(st.floats(0.1, 1.0), min_size=2, max_size=6), st.integers(0, 1000))
+def test_no_policy_beats_the_optimum(speeds, seed):
+    result = ClusterSimulator(cluster(speeds, jitter=0.05), 40 * len(speeds), link=LINK, seed=seed).run(40)
+    assert (result.exact >= result.optimum * (1 - 1e-9)).all()
+    assert (result.sizes.sum(axis=1) == 40 * len(speeds)).all()
+    assert 0 < result.share_of_optimum <= 1 + 1e-9
+
+
+def test_a_slowdown_of_the_profile_is_followed():
+    devices = cluster((1.0,), jitter=0.02) + cluster((1.0,), jitter=0.02, slowdown={100: 2.0})
+    result = ClusterSimulator(devices, 200, link=LINK, seed=2).run(300)
+    assert result.share_since(250) > 0.98
+    assert result.optimum[99] < result.optimum[100]
+    assert abs(result.sizes[99, 0] - 100) <= 4 < result.sizes[-1, 0] - 110
+
+
+@pytest.mark.parametrize(
+    ("devices", "given", "sizes"),
+    [
+        ([DeviceProfile(1e-3, 0, 2e-3, 0, memory=60), DeviceProfile(4e-3, 0, 8e-3, 0)], {}, [60, 40]),
+        (cluster((1.0, 0.1)), {"min_local": 30}, [70, 30]),
+    ],
+    ids=["memory", "min_local"],
+)
+def test_bounds_of_sizes_hold_for_the_split_and_the_optimum(devices, given, sizes):
+    simulator = ClusterSimulator(devices, 100, **given)
+    assert simulator.run(60).sizes[-1].tolist() == sizes
+    assert simulator.optimum()[1].tolist() == sizes
+
+
+# sync rounds
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3, 4, 9])
+def test_each_plan_runs_from_its_step_to_the_next_and_a_round_says_what_is_predicted_of_it(ahead):
+    splits = [(100 + i, 100 - i, 100) for i in range(1, 40)]
+    result = ClusterSimulator(CONSTANT, 300, policy=Watching(splits), replan=4, ahead=ahead).run(60)
+    assert [entry.step for entry in result.plans[1:]] == [step + ahead for step in range(4, 61, 4)]
+    ends = [*(entry.step for entry in result.plans[1:]), 10**9]
+    for entry, end in zip(result.plans, ends, strict=True):
+        assert (result.sizes[entry.step : end] == entry.plan.local_batch_sizes).all()
+    for one in result.rounds:
+        assert one.predicted == result.sizes[one.step - 1, 0]
+        newest = [entry.plan.local_batch_sizes for entry in result.plans if entry.step < one.step + ahead][-1]
+        assert one.error == (0.5 if newest[0] == one.predicted else None)
+
+
+def test_a_planner_is_told_what_is_given():
+    planner = Watching()
+    given = {"hysteresis": 0.25, "change_cost": 3.0, "min_local": 7, "names": ["one", "other"]}
+    ClusterSimulator(CONSTANT[:2], 100, policy=planner, replan=10, **given).run(30)
+    assert len(planner.seen) == 3
+    for _, context in planner.seen:
+        assert (context.hysteresis, context.change_cost, context.elapsed) == (0.25, 3.0, 10)
+        assert (context.identities, context.min_local) == (("one", "other"), (7, 7))
+
+
+def test_warm_up_steps_and_the_first_step_of_a_new_size_on_any_rank_are_not_timed():
+    devices = [DeviceProfile(0, 1, 0, 0, slowdown={t: t + 1.0 for t in range(40)})] * 3  # step t takes t + 1 seconds
+    planner = Watching([(4, 5, 3), (4, 4, 4), (4, 4, 4)])
+    ClusterSimulator(devices, 12, policy=planner, replan=5).run(20)
+    assert [seen.forward[:, 0].tolist() for seen, _ in planner.seen] == [
+        [4.0, 5.0],
+        [7.0, 8.0, 9.0, 10.0],
+        [12.0, 13.0, 14.0, 15.0],
+        [16.0, 17.0, 18.0, 19.0, 20.0],
+    ]
+
+
+def test_the_cost_of_a_change_is_the_least_of_two_that_the_first_rank_measures():
+    """A size that the first rank keeps, or that has run before, tells nothing."""
+    slow = {5: 4.0, 6: 1.0, 10: 9.0, 11: 1.0, 15: 9.0, 16: 1.0, 20: 3.0, 21: 1.0}
+    planner = Watching([(5, 3, 4), (5, 4, 3), (4, 4, 4), (6, 2, 4)])
+    ClusterSimulator([DeviceProfile(0, 1, 0, 0, slowdown=slow)] * 3, 12, policy=planner, replan=5).run(25)
+    assert [context.change_cost for _, context in planner.seen] == [None, None, None, None, 2.0]
+
+
+# workers that join and leave
+
+DEVICES = cluster((1.0, 0.5, 0.25, 0.25), jitter=0.02)
+
+
+def test_a_worker_leaves_and_comes_back_and_the_others_keep_what_is_known_of_them():
+    events = [Leave(100, "device 0"), Join(200, DEVICES[0], "device 0")]
+    result = ClusterSimulator(DEVICES, 400, link=LINK, events=events, restart_seconds=30.0, seed=4).run(300)
+    assert (result.sizes.sum(axis=1) == 400).all()
+    assert (result.sizes[100:200, 0] == 0).all()
+    assert np.isnan(result.idle[100:200, 0]).all()
+    assert not np.isnan(result.idle[:, 1:]).any()
+    for first in (100, 200):
+        assert result.optimum[first] / result.exact[first] > 0.95  # from the first step on
+        assert result.clock[first] - result.clock[first - 1] > 30.0
+    assert result.share_since(280) > 0.98
+    assert result.optimum[150] > result.optimum[50] == pytest.approx(result.optimum[250])
+
+
+def test_a_new_worker_is_learned():
+    fast = DeviceProfile(q=0.1e-3, s=0.01, k=0.2e-3, m=0.01, jitter=0.02, name="fast")
+    result = ClusterSimulator(DEVICES[:2], 200, link=LINK, events=[Join(80, fast)], seed=4).run(200)
+    assert result.names == ("device 0", "device 1", "fast of step 80")
+    assert result.share_since(150) > 0.98
+    assert result.sizes[-1, 2] > 120
+
+
+def test_what_is_slow_stays_slow_when_others_join_or_leave():
+    no_time, device = DeviceProfile(0, 0, 0, 0), DeviceProfile(0.0, 0.5, 0.0, 0.5)
+    link = LinkProfile(gradient_bytes=1e6, rate=1e6, buckets=1)
+    events = [Leave(2, "device 0"), Join(4, no_time, "new")]
+    simulator = ClusterSimulator([no_time, device, no_time], 12, link=link, policy="even", events=events)
+    simulator.slow_down([1.0, 3.0, 1.0], link=5.0)
+    result = simulator.run(6)
+    np.testing.assert_allclose(result.seconds, 3 + 5 * np.repeat([4 / 3, 1.0, 4 / 3], 2))
+    np.testing.assert_allclose(result.exact, result.seconds)
+    simulator.slow_down(1.0)
+    np.testing.assert_allclose(simulator.run(1).seconds[-1], 1 + 4 / 3)
+    with pytest.raises(ValueError, match="factors"):
+        simulator.slow_down([1, 2])
+
+
+# totals
+
+
+def test_the_total_goes_where_goodput_is_highest():
+    devices, scale = cluster((1.0, 0.5, 0.25), jitter=0.02), 2000.0
+    noise = NoiseTrajectory(lambda samples: scale, errors=(0.1, 0.05))
+    planner = GoodputPlanner(max_total_batch_size=20_000)
+    simulator = ClusterSimulator(devices, 60, link=LINK, policy=planner, noise_scale=noise, seed=1)
+    result = simulator.run(300)
+
+    def goodput(total):
+        return total / simulator.optimum(total)[0] * (scale + 60) / (scale + total)
+
+    best = max(goodput(total) for total in np.unique(np.geomspace(60, 20_000, 200).astype(int)))
+    assert goodput(int(result.totals[-1])) > 0.97 * best
+    assert result.totals[0] == 60
+    assert (result.sizes.sum(axis=1) == result.totals).all()
+    assert result.samples[-1] == result.totals.sum()
+
+
+# results and errors
+
+
+def test_a_result_says_when_the_optimum_was_reached_and_which_share_of_it():
+    """Against loops over its steps; equal workers, so that the even split is the optimum."""
+    splits = [(50, 50), (52, 48), (50, 50), (60, 40), (50, 50)]
+    simulator = ClusterSimulator([DeviceProfile(0.001, 0, 0, 0)] * 2, 100, policy=Watching(splits), replan=4)
+    simulator.adopt(BatchPlan(100, (70, 30)))
+    result = simulator.run(24)
+    assert (result.exact / result.optimum)[::4] == pytest.approx([1.4, 1.0, 1.04, 1.0, 1.2, 1.0])
+    for since in (0, 2, 7, 13, 20):
+        assert result.share_since(since) == pytest.approx(result.optimum[since:].sum() / result.seconds[since:].sum())
+        for gap in (0.001, 0.05, 0.3):
+            near = (result.exact / result.optimum <= 1 + gap)[since:].tolist()
+            first = [t for t in range(len(near)) if near[t]]
+            stays = [t for t in range(len(near)) if all(near[t:])]
+            assert result.first_within(gap, since=since) == min(first, default=math.inf)
+            assert result.first_within(gap, since=since, for_good=True) == min(stays, default=math.inf)
+    assert result.share_of_optimum == pytest.approx(result.optimum.sum() / result.seconds.sum())
+    even = ClusterSimulator(cluster((1.0, 0.1)), 100, policy="even").run(5)
+    assert even.first_within(0.05) == even.first_within(0.05, for_good=True) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"devices": []}, TypeError),
+        ({"link": 100}, TypeError),
+        ({"policy": "best"}, ValueError),
+        ({"policy": "goodput"}, ValueError),
+        ({"seed": -1}, ValueError),
+        ({"min_local": 0}, ValueError),
+        ({"names": ["a", "b", "b"]}, ValueError),
+        ({"capacities": [1.0]}, ValueError),
+        ({"replan": "often"}, ValueError),
+        ({"hysteresis": 2.0}, ValueError),
+        ({"ahead": -1}, ValueError),
+        ({"compression": "block_topk"}, TypeError),
+        ({"compression": BlockTopK(), "devices": DEVICES[:1]}, ValueError),
+        ({"staleness": 2, "compression": BlockTopK()}, ValueError),
+    ],
+)
+def test_bad_input_is_named(wrong, error):
+    with pytest.raises(error, match=next(iter(wrong))):
+        ClusterSimulator(**{"devices": UNEQUAL, "total_batch_size": 300, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: ClusterSimulator(UNEQUAL, 2), ValueError, "3 workers"),
+        (lambda: ClusterSimulator(UNEQUAL, 9, policy=PerfModelPlanner), TypeError, "PerfModelPlanner"),
+        (lambda: ClusterSimulator(UNEQUAL, 9, compression=BlockTopK(dense_every=5)), ValueError, "dense_every=5"),
+        (lambda: ClusterSimulator(UNEQUAL, 9, events=[5]), TypeError, "Join and Leave"),
+        (lambda: ClusterSimulator(UNEQUAL, 9, events=[Leave(5, "device 7")]), ValueError, "'device 7'"),
+        (lambda: ClusterSimulator(UNEQUAL, 9, events=[Join(5, DEVICES[0], "device 1")]), ValueError, "'device 1'"),
+        (lambda: ClusterSimulator(DEVICES[:1], 9, events=[Leave(5, "device 0")]), ValueError, "nobody is left"),
+        (lambda: Leave(-1, "a"), ValueError, "step=-1"),
+        (lambda: Join(1, "A100"), TypeError, "DeviceProfile"),
+        (lambda: NoiseTrajectory(100.0), TypeError, "scale"),
+    ],
+)
+def test_what_cannot_happen_is_named(call, error, text):
+    with pytest.raises(error, match=text):
+        call()

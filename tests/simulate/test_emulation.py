@@ -1,0 +1,284 @@
+"""A module takes exactly the time of a device: alone, in Fabric and Accelerate, and on each rank of a Trainer."""
+
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_hetero.simulate import DeviceProfile, EmulatedDevice, EmulatedDeviceCallback, ThinLink
+from lightning_hetero.simulate.devices.emulated_device import HostClock
+from tests.counted import CountedTime
+from tests.helpers import Points, RankError, Regressor, run_ranks, trainer_of
+
+PROFILE = DeviceProfile(q=0.001, s=0.01, k=0.002, m=0.02)
+FORWARD, BACKWARD = 0.018, 0.036  # seconds of its passes with eight samples
+
+
+class Clock:
+    """Time that passes only by sleeping, and by what a test says that the host takes."""
+
+    def __init__(self):
+        self.seconds, self.asleep = 0.0, 0.0
+
+    def sleep(self, seconds):
+        assert seconds > 0.0
+        self.seconds += seconds
+        self.asleep += seconds
+
+    def work(self, seconds):
+        self.seconds += seconds
+
+    def host(self):
+        return HostClock(lambda: self.seconds, self.sleep)
+
+
+def emulated(profile=PROFILE, **given):
+    clock = Clock()
+    return EmulatedDevice(profile, host=clock.host(), **given), clock
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 10), nn.Tanh(), nn.Linear(10, 2))
+
+
+def passes(net, batch=8):
+    net(torch.zeros(batch, 4)).sum().backward()
+
+
+def test_a_step_takes_the_time_of_the_profile_which_includes_what_the_host_computes():
+    device, clock = emulated()
+    net = model()
+    net[1].register_forward_hook(lambda *_: clock.work(0.005))
+    with device.attach(net):
+        out = net(torch.zeros(8, 4))
+        assert (clock.seconds, clock.asleep) == pytest.approx((FORWARD, FORWARD - 0.005))
+        out.sum().backward()
+        assert clock.seconds == pytest.approx(FORWARD + BACKWARD)
+    assert [(one.kind, one.batch_size) for one in device.times] == [("forward", 8), ("backward", 8)]
+    assert [one.device for one in device.times] == pytest.approx([FORWARD, BACKWARD])
+    assert [one.host for one in device.times] == pytest.approx([0.0, 0.0])
+
+
+@pytest.mark.parametrize(("trained", "share"), [("all", 22 / 72), ("the last layer", 1.0)])
+def test_gradients_become_ready_by_the_elements_of_the_parameters_that_are_trained(trained, share):
+    device, clock = emulated()
+    net, ready = model(), {}
+    net[0].requires_grad_(trained == "all")
+    with device.attach(net):
+        for name, parameter in net.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda _, name=name: ready.update({name: clock.seconds}))
+        passes(net)
+    assert max(ready["2.bias"], ready["2.weight"]) == pytest.approx(FORWARD + BACKWARD * share)
+    assert max(ready.values()) == pytest.approx(FORWARD + BACKWARD)
+    assert all(at >= max(ready["2.bias"], ready["2.weight"]) for name, at in ready.items() if name.startswith("0"))
+
+
+def test_jitter_and_slowdowns_are_those_of_the_profile():
+    profile = replace(PROFILE, jitter=0.2, slowdown={1: 2.0})
+    device, _ = emulated(profile, seed=5)
+    with device.attach(net := model()):
+        for _ in range(4):
+            passes(net)
+    factors = profile.times(5)
+    expected = [seconds for _ in range(4) for a, p in [next(factors)] for seconds in (FORWARD * a, BACKWARD * p)]
+    assert [one.device for one in device.times] == pytest.approx(expected)
+
+
+def test_memory_is_a_bound_for_one_batch():
+    device, _ = emulated(replace(PROFILE, memory=8, name="small"))
+    with device.attach(net := model()):
+        with pytest.raises(torch.OutOfMemoryError, match="small holds 8 samples and got 9"):
+            net(torch.zeros(9, 4))
+        passes(net)
+    assert device.passes == 1
+
+
+class RefusedError(RuntimeError):
+    """Error of a pass."""
+
+
+def refuse(*_):
+    raise RefusedError
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_step_after_one_that_failed_takes_its_time(where):
+    device, clock = emulated()
+    net = model()
+    with device.attach(net):
+        failing = net[1].register_forward_hook(refuse) if where == "forward" else net[0].weight.register_hook(refuse)
+        with pytest.raises(RefusedError):
+            passes(net)
+        failing.remove()
+        before = clock.seconds
+        passes(net)
+    assert clock.seconds - before == pytest.approx(FORWARD + BACKWARD)
+
+
+def test_gradients_are_those_without_a_device_and_nothing_is_left_after_it():
+    plain, paced, x = model(), model(), torch.randn(8, 4)
+    device, clock = emulated()
+    plain(x).square().sum().backward()
+    with device.attach(paced):
+        paced(x).square().sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), paced.parameters(), strict=True))
+    ended = clock.seconds
+    passes(paced)
+    assert clock.seconds == ended
+    device.attach(paced)
+    with pytest.raises(RuntimeError, match="attached"):
+        device.attach(paced)
+
+
+@pytest.mark.parametrize("wrong", [{"profile": 3}, {"seed": -1}, {"keep": 0}, {"module": None}, {"batch_size": 3}])
+def test_bad_input_is_named(wrong):
+    name = next(iter(wrong))
+    made, usual = (
+        (emulated()[0].attach, {"module": model()}) if name in ("module", "batch_size") else (EmulatedDevice, {})
+    )
+    usual = usual or {"profile": PROFILE}
+    with pytest.raises((TypeError, ValueError), match=name):
+        made(**{**usual, **wrong})
+
+
+def test_fabric_and_accelerate_train_at_its_speed():
+    accelerate = pytest.importorskip("accelerate")
+    fabric, accelerator = Fabric(accelerator="cpu", devices=1), accelerate.Accelerator(cpu=True)
+    for prepare, backward in ((fabric.setup, fabric.backward), (accelerator.prepare, accelerator.backward)):
+        device, clock = emulated()
+        device.attach(net := model())
+        wrapped, optimizer = prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+        for step in range(1, 4):
+            backward(wrapped(torch.zeros(8, 4)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            assert clock.seconds == pytest.approx(step * (FORWARD + BACKWARD))
+
+
+# in a Trainer
+
+FAST = DeviceProfile(q=0.0005, s=0.001, k=0.0005, m=0.001, jitter=0.1, name="fast")
+SLOW = DeviceProfile(q=0.0015, s=0.001, k=0.0015, m=0.001, jitter=0.1, name="slow")
+
+
+class Plain(Regressor):
+    """Keeps no gradients, which may be sharded."""
+
+    def __init__(self):
+        super().__init__(dtype=torch.float32)
+
+    def on_before_optimizer_step(self, optimizer):
+        pass
+
+
+def loader(samples, batch=8):
+    return DataLoader(Points(samples, dtype=torch.float32), batch, shuffle=True)
+
+
+def virtual(profile):
+    """A callback whose device passes time by sleeping only, and its clock."""
+    callback = EmulatedDeviceCallback(profile)
+    callback.device, clock = emulated(profile)
+    return callback, clock
+
+
+def _train(rank, strategy, profiles):
+    callback = EmulatedDeviceCallback(profiles, seed=3)
+    trainer_of(strategy, 2, callbacks=[callback], max_epochs=1).fit(Plain(), loader(48))
+    return [(one.kind, one.batch_size, one.device, one.host) for one in callback.device.times]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "hetero_ddp", "hetero_fsdp", "hetero_elastic"])
+def test_every_step_takes_the_time_of_the_ranks_own_device_with_a_seed_of_its_own(strategy):
+    for rank, times in enumerate(run_ranks(_train, 2, strategy, [FAST, SLOW])):
+        profile = (FAST, SLOW)[rank]
+        factors = profile.times(3 + rank)
+        assert [kind for kind, *_ in times] == ["forward", "backward"] * (len(times) // 2)
+        assert len(times) == 6 or strategy == "hetero_elastic"
+        for (_, size, forward, _), (_, _, backward, _) in zip(times[::2], times[1::2], strict=True):
+            a, p = next(factors)
+            assert forward == pytest.approx(profile.model.forward_time(size) * a)
+            assert backward == pytest.approx(profile.model.backward_time(size) * p)
+        assert min(host for *_, host in times) >= -1e-9
+
+
+def test_a_wrong_number_of_profiles_is_an_error_on_every_rank():
+    with pytest.raises(RankError) as info:
+        run_ranks(_train, 2, "ddp", [FAST, SLOW, SLOW])
+    assert sorted(rank for rank, *_ in info.value.errors) == [0, 1]
+    assert all("3 profiles for 2 ranks" in message for _, _, message in info.value.errors)
+
+
+def _learns(rank):
+    """Splits that are learned where no time passes but that of the devices, which scatters by 3 %."""
+    counted, profile = CountedTime(rank, 1e9), replace((FAST, SLOW)[rank], jitter=0.03)
+    callback = EmulatedDeviceCallback(profile)
+    callback.device = EmulatedDevice(profile, rank, host=HostClock(lambda: counted.now, counted.sleep))
+    trainer = trainer_of("hetero_ddp", 2, callbacks=[callback], max_epochs=1)
+    trainer.fit(Plain(), loader(16 * 120, 16))
+    return [entry.plan.local_batch_sizes for entry in trainer.strategy.plan_history]
+
+
+def test_the_split_is_learned_and_is_the_optimum_of_the_profiles():
+    """Three times as fast, with equal fixed times: 24 samples to 8."""
+    for plans in run_ranks(_learns, 2):
+        assert plans[0] == (16, 16)
+        assert abs(plans[-1][0] - 24) <= 1, plans
+        assert sum(plans[-1]) == 32
+
+
+def test_accumulated_micro_batches_take_their_time_each_also_in_a_second_fit():
+    callback, clock = virtual(PROFILE)
+    for fits in (1, 2):
+        trainer_of("auto", 1, callbacks=[callback], max_epochs=1, accumulate_grad_batches=2).fit(Plain(), loader(32))
+        assert callback.device.passes == 4 * fits
+        assert clock.seconds == pytest.approx(4 * fits * (FORWARD + BACKWARD))
+
+
+def test_evaluation_takes_the_forward_pass():
+    callback, clock = virtual(PROFILE)
+    net = Plain()
+    net.validation_step = net.test_step = lambda batch, batch_idx: None
+    net.predict_step = lambda batch, batch_idx: batch[0]
+    trainer = trainer_of("auto", 1, callbacks=[callback])
+    data = DataLoader(Points(16, dtype=torch.float32), 8)
+    trainer.validate(net, data, verbose=False)
+    trainer.test(net, data, verbose=False)
+    trainer.predict(net, data)
+    assert clock.seconds == pytest.approx(6 * FORWARD)
+    assert callback.device.passes == 0, "jitter and slowdowns are those of passes of training"
+
+
+def test_after_an_error_nothing_is_paced():
+    (callback, clock), net = virtual(PROFILE), Plain()
+    net.on_before_optimizer_step = lambda *_: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        trainer_of("auto", 1, callbacks=[callback]).fit(net, loader(16))
+    ended = clock.seconds
+    net.loss(next(iter(loader(8)))).backward()
+    assert clock.seconds == ended
+
+
+def _thin(rank):
+    """Seconds of each step of a device behind a thin link."""
+    ends, net = [], Plain()
+    net.on_train_batch_end = lambda *_: ends.append(time.perf_counter())
+    bytes_of_gradient = 4 * sum(parameter.numel() for parameter in net.parameters())
+    device = DeviceProfile(q=0.0, s=0.05, k=0.0, m=0.05)
+    trainer = trainer_of("hetero_ddp", 2, callbacks=[EmulatedDeviceCallback(device)], max_epochs=1)
+    with ThinLink(bytes_of_gradient / 0.2, world_size=2):  # the all-reduce of two workers sends each byte once
+        trainer.fit(net, loader(24, 4))
+    return [after - before for before, after in pairwise(ends)]
+
+
+def test_a_thin_link_comes_on_top():
+    for seconds in run_ranks(_thin, 2):
+        assert len(seconds) == 2
+        assert min(seconds) >= 0.1 + 0.2 - 0.01  # one bucket, which is ready when the backward pass ends
