@@ -11,6 +11,7 @@ import pytest
 
 from tests.warm.interpreter import warmed
 
+pytestmark = pytest.mark.slow("copies the package and starts interpreters, for pages that rarely change")
 ROOT = Path(__file__).parents[1]
 RECIPE = re.compile(r"^## Adding (an? [\w ]+)$.*?^```diff\n(.*?)^```$", re.M | re.S)
 RECIPES = dict(RECIPE.findall((ROOT / "docs" / "extending.md").read_text()))
@@ -91,16 +92,15 @@ def applied(root, diff):
 
 
 OWN_TESTS = {  # those that run for every line of a table, and the rules of the source
-    "a policy": ["tests/equations/test_policies.py", "tests/test_house.py"],
+    "a policy": ["tests/equations/test_policies.py", "tests/test_imports.py"],
     "a compressor": [
-        "tests/equations/test_compression_control.py",
+        "tests/gradients/test_compression.py",
         "lightning_hetero/core/compression",
-        "tests/test_house.py",
+        "tests/test_imports.py",
     ],
-    "a merge rule": ["tests/equations/test_merging.py", "lightning_hetero/core/merging", "tests/test_house.py"],
-    "a front end": ["tests/test_house.py"],
+    "a merge rule": ["tests/equations/test_merging.py", "lightning_hetero/core/merging", "tests/test_imports.py"],
+    "a front end": ["tests/test_imports.py"],
 }
-LATER = "not tool_finds_nothing and not every_module_has_its_test_file"  # a test file comes with the addition
 TOOLS = {"ruff check lightning_hetero", "ruff format --check lightning_hetero"}
 
 
@@ -117,18 +117,14 @@ def copied(folder, *more):
         copy(ROOT / name, folder / name)
 
 
-# mypy is fast with what it has found out about other packages in tests/test_house.py.
-LAST = {"a front end": pytest.mark.alone}
-
-
-@pytest.mark.parametrize("what", [pytest.param(what, marks=LAST.get(what, ())) for what in OWN_TESTS])
+@pytest.mark.parametrize("what", OWN_TESTS)
 def test_the_repositorys_own_tests_pass_with_it(what, tmp_path):
     checked = what == "a front end"
     known = [".mypy_cache"] if checked and (ROOT / ".mypy_cache").is_dir() else []  # types of other packages stay
     copied(tmp_path, "tests", "conftest.py", *known)
     applied(tmp_path, RECIPES[what])
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    tests = ["pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", LATER, *OWN_TESTS[what]]
+    tests = ["pytest", "-q", "-x", "-p", "no:cacheprovider", *OWN_TESTS[what]]
     for arguments in (tests, *(tool.split() for tool in sorted(TOOLS)), *([["mypy"]] if checked else [])):
         command = [sys.executable, "-m", *arguments]
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=250, check=False)
