@@ -224,7 +224,7 @@ def best(workers, total, link, rate):
 
 def test_figures_are_those_of_another_transcription_that_tries_all_splits(seed):
     rng = np.random.default_rng(seed)
-    for _ in range(60):
+    for _ in range(25):
         cluster, total = random_cluster(rng), int(rng.integers(4, 13))
         workers, link = cluster.workers, cluster.link
         optimum = best(workers, total, link, link.rate)
