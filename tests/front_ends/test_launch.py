@@ -377,24 +377,38 @@ def test_our_launcher_makes_an_unchanged_script_uneven(scripts):
     np.testing.assert_allclose(two["weights"], one["weights"], rtol=1e-12)
 
 
-@pytest.mark.slow("starts interpreters by every launcher, cold")
-def test_every_launcher_gives_the_result_of_one_process(scripts, tmp_path):
-    plain, hetero = scripts
-    one = result_of(execute(sys.executable, plain, 16))
-    accelerate = BIN / "accelerate", "launch", "--multi_gpu", "--num_processes", 2, "--main_process_port"
+def from_file(folder, script):
     base = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_CPU", "num_processes": 2}
-    path = config_file(tmp_path, **base, use_cpu=True, hetero_config={"local_batch_sizes": [13, 3]})
-    for run in (
-        torchrun(hetero, 8, **SIZES),
-        torchrun(plain, 8, warm=False, **FLAG, **SIZES),
-        execute(*accelerate, free_port(), plain, 8, warm=False, **FLAG, **SIZES),
-        execute(*accelerate, free_port(), hetero, 8, **SIZES),
-        launched("--config_file", path, "--hetero_replan", "epoch", hetero, 8, warm=False),
-    ):
-        two = result_of(run)
-        assert (two["processes"], two["history"]) == (2, [[13, 3]])
-        np.testing.assert_allclose(two["weights"], one["weights"], rtol=1e-12)
-    _, output = torchrun(plain, 8, ACCELERATE_USE_HETERO="false", **SIZES)  # plain gloo may crash when it ends
+    path = config_file(folder, **base, use_cpu=True, hetero_config={"local_batch_sizes": [13, 3]})
+    return launched("--config_file", path, "--hetero_replan", "epoch", script, 8, warm=False)
+
+
+def by_accelerate(script, **env):
+    command = BIN / "accelerate", "launch", "--multi_gpu", "--num_processes", 2, "--main_process_port", free_port()
+    return execute(*command, script, 8, **SIZES, **env)
+
+
+LAUNCHERS = {
+    "torchrun, two changed lines": lambda folder, plain, hetero: torchrun(hetero, 8, **SIZES),
+    "torchrun, the flag": lambda folder, plain, hetero: torchrun(plain, 8, warm=False, **FLAG, **SIZES),
+    "accelerate launch, the flag": lambda folder, plain, hetero: by_accelerate(plain, warm=False, **FLAG),
+    "accelerate launch, two changed lines": lambda folder, plain, hetero: by_accelerate(hetero),
+    "a section of the config file": lambda folder, plain, hetero: from_file(folder, hetero),
+}
+
+
+@pytest.mark.slow("starts interpreters, some of them cold")
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_launcher_gives_the_result_of_one_process(launcher, scripts, tmp_path):
+    one = result_of(execute(sys.executable, scripts[0], 16))
+    two = result_of(LAUNCHERS[launcher](tmp_path, *scripts))
+    assert (two["processes"], two["history"]) == (2, [[13, 3]])
+    np.testing.assert_allclose(two["weights"], one["weights"], rtol=1e-12)
+
+
+@pytest.mark.slow("starts two processes by torchrun")
+def test_the_flag_turns_it_off(scripts):
+    _, output = torchrun(scripts[0], 8, ACCELERATE_USE_HETERO="false", **SIZES)  # plain gloo may crash when it ends
     assert json.loads(next(line for line in output.splitlines() if line.startswith("{")))["history"] == []
 
 
