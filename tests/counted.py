@@ -12,6 +12,12 @@ from lightning_hetero.core.link.bandwidth import sum_bytes
 from tests.ranks import at_end
 
 LATENCY = 1e-4
+CLOCK, EXCHANGES = time.perf_counter, (sums.async_all_reduce, sums.async_all_gather, dist.barrier, dist.all_reduce)
+
+
+def _restore():
+    time.perf_counter = CLOCK
+    sums.async_all_reduce, sums.async_all_gather, dist.barrier, dist.all_reduce = EXCHANGES
 
 
 class CountedTime:
@@ -34,13 +40,9 @@ class CountedTime:
         self.now, self.rate, self.sent, self._free = 0.0, rate, 0.0, 0.0
         self._scatter = np.random.default_rng(rank)
         self._sum, self._gather, self._barrier = sums.async_all_reduce, sums.async_all_gather, dist.barrier
-        clock, time.perf_counter = time.perf_counter, lambda: self.now
-        at_end(lambda: self._restore(clock))
+        time.perf_counter = lambda: self.now
+        at_end(_restore)
         sums.async_all_reduce, sums.async_all_gather, dist.barrier = self.sum, self.gather, self.barrier
-
-    def _restore(self, clock):
-        time.perf_counter = clock
-        sums.async_all_reduce, sums.async_all_gather, dist.barrier = self._sum, self._gather, self._barrier
 
     def spend(self, seconds):
         self.now += seconds * self._scatter.uniform(0.97, 1.03)

@@ -39,6 +39,7 @@ from tests.counted import CountedTime
 from tests.helpers import Points, collected, covered, fit, run_ranks, trainer_of
 from tests.loops import SAMPLES, Sharded
 from tests.one_process.test_modules import Block, ShardsItself
+from tests.ranks import at_end
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 D = torch.float64
@@ -98,7 +99,9 @@ def counted(rank, timed=True):
             yield
             time.now = time.last_ready()
 
-    StepTimer.waiting = waits
+    patch = pytest.MonkeyPatch()
+    patch.setattr(StepTimer, "waiting", waits)
+    at_end(patch.undo)
     return time
 
 
