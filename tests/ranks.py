@@ -242,6 +242,8 @@ def _serve(connection):
             _AT_END.pop()()
         gc.collect()
         atexit._run_exitfuncs()  # what a script of the user's would run here
+        if lifetime := sys.modules.get("lightning_hetero.comm.agreement.group_lifetime"):
+            lifetime.leave_ended()  # as the next training does
         if dist.is_initialized():
             dist.destroy_process_group()
         connection.send(state.restore())
