@@ -27,7 +27,6 @@ from lightning_hetero.data.units.orders import BroadcastUnits, SeededUnits
 from lightning_hetero.data.units.own_shards import OwnShards
 from lightning_hetero.data.units.sampler import UnitSampler
 from lightning_hetero.data.units.sources import BatchSource, LoaderSet, SampleSource
-from lightning_hetero.data.units.walk import Lane, StepWalk
 
 
 def generator(seed):
@@ -225,19 +224,6 @@ def test_global_batches_are_those_of_distributed_sampler():
 
 def in_order(samples, per_rank, drop_last=False):
     return SampleSource(PermutationStream(samples, shuffle=False, seed=0), per_rank, drop_last=drop_last)
-
-
-@pytest.mark.parametrize(("mode", "steps"), [("min_size", 2), ("max_size", 4), ("max_size_cycle", 4)])
-def test_a_walk_takes_what_the_modes_of_lightning_take(mode, steps):
-    walk = StepWalk([Lane(7, lambda ranks: 2), Lane(3, lambda ranks: 2)], mode)
-    assert len(walk) == steps
-    for lane, n in ((0, 7), (1, 3)):
-        takes = [take for step in range(steps) if (take := walk.of(lane, step)) is not None]
-        taken = [i for take in takes for i in range(take.first, take.first + take.number)]
-        expected = {"min_size": list(range(n))[: 2 * steps], "max_size": list(range(n))}
-        assert taken == expected.get(mode, list(range(n)) * (1 if lane == 0 else 2))
-    with pytest.raises(ValueError, match="drop_last"):
-        StepWalk([Lane(3, lambda ranks: 4, True)])
 
 
 @given(
