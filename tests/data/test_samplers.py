@@ -273,6 +273,17 @@ def test_several_loaders_are_divided_in_one_proportion_and_keep_pace():
     assert list(idle) == [[0, 1], [4, 5]]
 
 
+def test_parts_of_a_step_need_a_common_divisor_and_one_loader_that_is_left_none():
+    def steps(*loaders):
+        made = LoaderSet([BatchSource(SeededUnits(list(batches), seed=0)) for batches in loaders], "max_size")
+        sampler = UnitSampler(made, lambda: plans((0, 0, (2, 2, 2))), rank=0)
+        return [sum(sampler.sizes_at(0, step)) for step in range(len(sampler))]
+
+    assert steps([[i] for i in range(7)], [[i] for i in range(3)]) == [6, 3, 1]
+    with pytest.raises(ValueError, match="divisor"):
+        steps([[i] for i in range(6)], [[0], [1], [2, 3]])
+
+
 def test_batches_count_by_their_mean_and_a_state_keeps_it():
     source = BatchSource(SeededUnits([[0], [1, 2, 3], [4, 5, 6, 7, 8]], seed=0))
     loaders = LoaderSet([source])
@@ -414,6 +425,13 @@ def test_an_order_follows_from_the_epoch_and_leaves_random_numbers_alone(name):
     one, first, two, again = found[0]
     assert first == again
     assert len({str(one), str(first), str(two)}) == 3
+
+
+def test_orders_of_two_epochs_are_drawn_once_each():
+    order = SeededUnits(Passes(), seed=0)
+    first = order.units(0)
+    order.units(1)
+    assert order.units(0) is first
 
 
 @pytest.mark.parametrize("make", [SeededUnits, BroadcastUnits])
