@@ -27,7 +27,6 @@ from lightning_hetero.data.units.orders import BroadcastUnits, SeededUnits
 from lightning_hetero.data.units.own_shards import OwnShards
 from lightning_hetero.data.units.sampler import UnitSampler
 from lightning_hetero.data.units.sources import BatchSource, LoaderSet, SampleSource
-from lightning_hetero.data.units.walk import Lane, StepWalk
 
 
 def generator(seed):
@@ -227,19 +226,6 @@ def in_order(samples, per_rank, drop_last=False):
     return SampleSource(PermutationStream(samples, shuffle=False, seed=0), per_rank, drop_last=drop_last)
 
 
-@pytest.mark.parametrize(("mode", "steps"), [("min_size", 2), ("max_size", 4), ("max_size_cycle", 4)])
-def test_a_walk_takes_what_the_modes_of_lightning_take(mode, steps):
-    walk = StepWalk([Lane(7, lambda ranks: 2), Lane(3, lambda ranks: 2)], mode)
-    assert len(walk) == steps
-    for lane, n in ((0, 7), (1, 3)):
-        takes = [take for step in range(steps) if (take := walk.of(lane, step)) is not None]
-        taken = [i for take in takes for i in range(take.first, take.first + take.number)]
-        expected = {"min_size": list(range(n))[: 2 * steps], "max_size": list(range(n))}
-        assert taken == expected.get(mode, list(range(n)) * (1 if lane == 0 else 2))
-    with pytest.raises(ValueError, match="drop_last"):
-        StepWalk([Lane(3, lambda ranks: 4, True)])
-
-
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=3),
     st.integers(1, 40),
@@ -285,6 +271,17 @@ def test_several_loaders_are_divided_in_one_proportion_and_keep_pace():
     assert bounded.sizes_at(0, 0) == (5, 3)
     idle = UnitSampler(LoaderSet([in_order(8, 2)]), lambda: plans((0, 0, (4, 0))), 1, min_local=2)
     assert list(idle) == [[0, 1], [4, 5]]
+
+
+def test_parts_of_a_step_need_a_common_divisor_and_one_loader_that_is_left_none():
+    def steps(*loaders):
+        made = LoaderSet([BatchSource(SeededUnits(list(batches), seed=0)) for batches in loaders], "max_size")
+        sampler = UnitSampler(made, lambda: plans((0, 0, (2, 2, 2))), rank=0)
+        return [sum(sampler.sizes_at(0, step)) for step in range(len(sampler))]
+
+    assert steps([[i] for i in range(7)], [[i] for i in range(3)]) == [6, 3, 1]
+    with pytest.raises(ValueError, match="divisor"):
+        steps([[i] for i in range(6)], [[0], [1], [2, 3]])
 
 
 def test_batches_count_by_their_mean_and_a_state_keeps_it():
@@ -428,6 +425,13 @@ def test_an_order_follows_from_the_epoch_and_leaves_random_numbers_alone(name):
     one, first, two, again = found[0]
     assert first == again
     assert len({str(one), str(first), str(two)}) == 3
+
+
+def test_orders_of_two_epochs_are_drawn_once_each():
+    order = SeededUnits(Passes(), seed=0)
+    first = order.units(0)
+    order.units(1)
+    assert order.units(0) is first
 
 
 @pytest.mark.parametrize("make", [SeededUnits, BroadcastUnits])

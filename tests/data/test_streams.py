@@ -17,13 +17,12 @@ from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core import BatchPlan, PlanEntry, PlanHistory
 from lightning_hetero.core.batching.plan import NO_LIMIT
 from lightning_hetero.core.batching.stream_steps import StreamRules
-from lightning_hetero.data.streams.buffers import SampleBuffer
-from lightning_hetero.data.streams.claims import FINISHED, ClaimedShards, ClaimLedger, claim_order, claimable
+from lightning_hetero.data.streams.claims import ClaimedShards, claimable
 from lightning_hetero.data.streams.fingerprint import fingerprint
 from lightning_hetero.data.streams.loaders import is_stream, sample_stream, with_batches
 from lightning_hetero.data.streams.own import BLOCK, ClaimedStreamSampler, OwnStreamSampler
 from lightning_hetero.data.streams.sampler import WholeStreamSampler
-from lightning_hetero.data.streams.source import Drawing, SampleStream
+from lightning_hetero.data.streams.source import SampleStream
 from tests.helpers import collected
 from tests.streams import Batches, Loader, Numbered, Sharded, Sized
 
@@ -473,22 +472,6 @@ def test_streams_are_told_from_data_with_indices_and_a_setting_counts_before_the
     assert sample_stream(loader, HeteroConfig(shard="mine"), default="whole").shard == "mine"
 
 
-def test_drawing_keeps_an_error_and_skips_what_is_there():
-    def broken():
-        yield [1, 2]
-        raise OSError("gone")
-
-    drawing = Drawing(broken, SampleBuffer(list))
-    drawing.fill(5)
-    assert (type(drawing.error), drawing.ended, len(drawing.buffer)) == (OSError, False, 2)
-    drawing = Drawing(lambda: iter([[i] for i in range(10)]), SampleBuffer(list))
-    drawing.skip(4, chunk=3)
-    drawing.fill(1)
-    assert drawing.buffer.peek(1) == [4]
-    drawing.skip(20)
-    assert (drawing.ended, len(drawing.buffer)) == (True, 0)
-
-
 # shards that are claimed
 
 
@@ -510,24 +493,6 @@ def test_samples_know_their_shard_and_their_place():
     assert found == [(2, 0, True, 2), (0, 0, False, 0), (0, 1, True, 1)]
     assert [(s.place, s.last) for s in read(Sharded([3]), [(0, 1)])] == [(1, False), (2, True)]
     assert read(Sharded([3]), [(0, 3)]) == []
-
-
-def test_the_order_of_claims_changes_with_the_epoch_and_goes_on_with_shards_that_were_begun():
-    orders = [claim_order(20, epoch) for epoch in range(2)]
-    assert orders[0] != orders[1]
-    assert all(sorted(order) == [(shard, 0) for shard in range(20)] for order in orders)
-    order = claim_order(4, 0, {0: FINISHED, 3: 7})
-    assert (order[0], sorted(order[1:])) == ((3, 7), [(1, 0), (2, 0)])
-
-
-def test_a_ledger_tells_the_state_of_each_of_the_last_steps():
-    ledger, samples = ClaimLedger(kept=2), read(Sharded([4, 2]), [(0, 0), (1, 0)])
-    for step in range(3):
-        ledger.note(step, samples[2 * step : 2 * step + 2])
-    found = [ledger.before(step) for step in (1, 2, 3)]
-    assert found == [{0: 2}, {0: FINISHED}, {0: FINISHED, 1: FINISHED}]
-    ledger.begin({5: 1})
-    assert ledger.before(9) == {5: 1}
 
 
 class Part(list):

@@ -1,6 +1,5 @@
 """The names of the strategies are known to Lightning, whatever is imported first, at the cost of no import."""
 
-import ast
 import importlib
 import json
 import os
@@ -13,9 +12,6 @@ from pathlib import Path
 import pytest
 
 import _lightning_hetero_autoload as autoload
-import lightning_hetero
-from lightning_hetero import accelerate, comm, core, simulate
-from lightning_hetero.simulate import planning
 from lightning_hetero.strategies._registration import register
 
 interpreters = pytest.mark.slow("starts interpreters")
@@ -195,25 +191,6 @@ def test_a_moved_editable_checkout_breaks_no_import_of_torch(moved, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["2.0", str(not moved)]
     assert ("pip install -e" in done.stderr) == moved
-
-
-# public names
-
-
-@pytest.mark.parametrize(
-    "package", [lightning_hetero, accelerate, comm, core, simulate, planning], ids=lambda p: p.__name__
-)
-def test_public_names_are_found_by_users_and_by_type_checkers(package):
-    """Checkers read imports only, and take those under another name, be it the same one, for public."""
-    for name in package.__all__:
-        assert getattr(package, name) is not None
-        assert name in dir(package)
-    tree = ast.parse(Path(package.__file__).read_text())
-    (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    seen = {alias.asname for node in block.body for alias in node.names if alias.asname == alias.name}
-    assert seen == set(package.__all__) - {"__version__"}
-    with pytest.raises(AttributeError, match="HeteroDPStrategy"):
-        package.HeteroDPStrategy  # noqa: B018
 
 
 # how a name comes into a registry
