@@ -385,7 +385,7 @@ class CorruptMessage(Fault):
         broadcast = dist.broadcast
 
         def damaged(tensor, src=None, *args, **kwargs):
-            if injector.running and tensor.dtype == torch.uint8 and src == self.rank:
+            if injector.running and tensor.dtype == torch.uint8 and tensor.ndim == 1 and src == self.rank:
                 injector.count()
                 tensor.fill_(255)
             return broadcast(tensor, src, *args, **kwargs)

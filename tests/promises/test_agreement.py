@@ -1,5 +1,6 @@
 """What ranks agree on, and how: one message per round, one decision for all, what a run begins with, when it looks."""
 
+import atexit
 import json
 import logging
 import math
@@ -188,6 +189,24 @@ def test_all_payloads_travel_in_one_message_whose_length_does_not_depend_on_what
         gather_payloads(control, (7, 2, 11), [Payload(0.5), between, Payload(8.0)])
     assert [len(message) for message in control.sent] == [7, 7]
     assert control.sent[0][[0, 1, 2, 3, 6]].tolist() == [7, 2, 11, 0.5, 8.0]
+
+
+def _exits(rank, world_size):
+    """For how long the process waits at its exit, after two control planes."""
+    dist.init_process_group("gloo")
+    for _ in range(2):
+        ControlPlane(rank, world_size)
+    waits = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("time.sleep", waits.append)
+        atexit._run_exitfuncs()
+    return waits
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_process_lets_the_threads_of_gloo_free_their_tensors_once_before_the_interpreter_ends(world_size):
+    """Else it may be aborted after a successful training; a rank alone has none."""
+    assert run_ranks(_exits, world_size, world_size, start="fork") == [[0.1] * (world_size > 1)] * world_size
 
 
 # numbers that are given once

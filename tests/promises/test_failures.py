@@ -527,6 +527,17 @@ def test_a_watch_ends_with_its_owner_on_every_rank_and_keeps_no_error(job, monke
     assert not [one for one in threading.enumerate() if getattr(one, "owner", None) in (0, 1)]
 
 
+def test_a_watch_ends_with_its_process_which_does_nothing_more_after_its_end(job, monkeypatch):
+    ends = []
+    monkeypatch.setattr("atexit.register", ends.append)
+    monkeypatch.setattr("atexit.unregister", ends.remove)
+    ranks = job(2)
+    ends[1]()
+    assert ranks.lost(0).startswith("rank 1 failed first: it takes no part any more")
+    ranks.watches[0].close()
+    assert ends == []
+
+
 def test_an_error_that_another_hook_has_kept_to_itself_is_seen_at_the_end(job, monkeypatch):
     monkeypatch.setattr(sys, "last_value", ValueError("of before"), raising=False)
     ranks = job(2)

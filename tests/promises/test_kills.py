@@ -195,6 +195,7 @@ def test_the_command_starts_a_killed_worker_again(start, tmp_path):
 
 
 @LAUNCHED
+@pytest.mark.timeout(600)
 def test_a_machine_leaves_and_another_comes(start, tmp_path):
     """Two machines, one is switched off, the other goes on alone, a third joins."""
     (tmp_path / "slow").touch()
