@@ -1,5 +1,7 @@
 """Profiles of random inputs, seeds, and the order in which the slow tests run."""
 
+import re
+
 import pytest
 from hypothesis import settings
 
@@ -28,3 +30,9 @@ def pytest_collection_modifyitems(items):
                 raise pytest.UsageError(f"{item.nodeid}: say why it can wait, pytest.mark.slow('...')")
         if "seed" in getattr(getattr(item, "callspec", None), "params", ()):
             item.add_marker(pytest.mark.seeds)
+
+
+def pytest_make_parametrize_id(val):
+    """Name a value without its address: processes that share the tests must find the same names."""
+    text = repr(val)
+    return re.sub(r" at 0x[0-9a-f]+", "", text) if " at 0x" in text else None

@@ -370,7 +370,6 @@ def _wrong(rank, what):
         (((2, 6, 1), {}), "local_batch_sizes"),
         (((-1, 9), {}), "local_batch_sizes"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_right_is_an_error_on_every_rank(what, says):
     errors = run_ranks(_wrong, 2, what, expect_errors=True)
@@ -399,7 +398,6 @@ QUIET = {"output_dir": "out", "use_cpu": True, "report_to": [], "bf16": False}
         ({"auto_find_batch_size": True}, None, {"local_batch_sizes": [2, 6]}, "auto_find_batch_size"),
         ({}, type("Model", (), {"tp_size": 2})(), {}, "tp_plan"),
     ],
-    ids=str,
 )
 def test_arguments_that_cannot_be_split_unevenly_are_refused_by_name(given, model, settings, says):
     args = HeteroTrainingArguments(**QUIET)
@@ -519,7 +517,9 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "sizes", [(2, 6), (5, 3), pytest.param((1, 2, 5), marks=pytest.mark.slow("a third number of ranks")), (8,)], ids=str
+    "sizes",
+    [(2, 6), (5, 3), pytest.param((1, 2, 5), marks=pytest.mark.slow("a third number of ranks")), (8,)],
+    ids=without_address,
 )
 def test_a_training_resumes_from_every_step(saved, sizes):
     folder, one = saved

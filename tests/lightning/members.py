@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import HeteroDDPStrategy
 from lightning_hetero.comm.gradients.averager import DDPMean
-from tests.faults.faults import LinkCut
 from tests.kept import run_kept
+from tests.promises.faults import LinkCut
 
 SAMPLES, LOCAL, SLOTS, EPOCHS = 180, 4, 3, 2
 STEPS = EPOCHS * SAMPLES // (LOCAL * SLOTS)

@@ -1,6 +1,6 @@
 """Elastic averaging end to end: batches claimed through the job's store, merges, resume, and what is refused.
 
-Batches are claimed in the order of a virtual clock where counts matter (tests/strategies/elastic_helpers.py).
+Batches are claimed in the order of a virtual clock where counts matter (tests/modes/clocked.py).
 """
 
 import copy
@@ -35,7 +35,7 @@ from lightning_hetero.data import PermutationStream
 from lightning_hetero.elastic import ElasticEngine
 from lightning_hetero.elastic.batch_queue import job_store
 from tests.helpers import Points, Regressor, collected, covered, fit, run_ranks, trainer_of
-from tests.strategies.elastic_helpers import Clocked
+from tests.modes.clocked import Clocked
 
 COSTS, SLOW = (1.0, 2.5), {"mega_batch_size": 24}
 EXACT = {"rtol": 1e-12, "atol": 1e-13}

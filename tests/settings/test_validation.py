@@ -45,7 +45,6 @@ def sizes(value):
         *((sizes, value, (4, 0)) for value in ([4, 0], (4, 0), np.array([4, 0]), [np.int32(4), 0])),
         (lambda value: check_choice("mode", value, ("mean", "sum")), "sum", "sum"),
     ],
-    ids=repr,
 )
 def test_what_is_right_becomes_plain(check, value, plain):
     found = check(value)
@@ -76,7 +75,6 @@ def test_what_is_right_becomes_plain(check, value, plain):
         (lambda value: check_totals(*value), (8, 9), ValueError, "min_total_batch_size=9"),
         (lambda value: check_totals(*value), (8.0, 4), TypeError, "max_total_batch_size"),
     ],
-    ids=repr,
 )
 def test_what_is_wrong_is_named_with_its_value(check, value, error, says):
     with pytest.raises(error, match=says):
