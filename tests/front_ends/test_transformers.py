@@ -519,7 +519,7 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize(
     "sizes",
     [(2, 6), (5, 3), pytest.param((1, 2, 5), marks=pytest.mark.slow("a third number of ranks")), (8,)],
-    ids=without_address,
+    ids=str,
 )
 def test_a_training_resumes_from_every_step(saved, sizes):
     folder, one = saved
