@@ -270,6 +270,17 @@ def test_who_holds_the_store_stays_a_second_so_that_the_others_read_why_it_ends(
     assert ranks.clock.now == begin, "the others hold nothing that anybody needs"
 
 
+def test_who_holds_the_store_stays_no_longer_than_until_all_that_go_on_have_read(job):
+    ranks = job()
+    ranks.clock.pass_(1.0)
+    ranks.watches[2].close()
+    begin = ranks.clock.now
+    ranks.errors(1, ValueError("bad batch"))
+    ranks.clock.frozen = {1}  # the rank that has failed reads no more
+    ranks.watches[0].close()
+    assert ranks.clock.now - begin < 0.5
+
+
 # who stands still
 
 

@@ -186,7 +186,7 @@ def test_many_trainings_in_one_process_leave_as_much_as_two(train, ranks, settin
         assert len({count[0] for count in counts[1:]}) == 1, counts
         assert max(count[1] for count in counts[2:]) <= counts[1][1], counts
         assert counts[-1][2] < counts[1][2] + 10, counts
-        assert counts[-1][3] <= counts[1][3], counts
+        assert counts[-1][3] < counts[1][3] + 2, counts  # a last note may come late; each training would leave one
 
 
 def _destroyed(rank, strategy, model):
