@@ -61,6 +61,7 @@ class RankError(AssertionError):
 
 # in a rank
 
+GRACE_S = 2.0
 _AT_END = []
 
 
@@ -227,6 +228,7 @@ def _serve(connection):
             fn, args, rank = pickle.loads(job)  # imports the test's module: no change that the job makes
         except BaseException as error:  # noqa: BLE001
             fn, args, rank = _raise, (error,), int(variables["RANK"])
+        _forget_accelerate()
         state = _State()
         os.environ.update(variables)
         random.seed(0), np.random.seed(0), torch.manual_seed(0)
@@ -234,7 +236,8 @@ def _serve(connection):
             _filter(filters)
             result = _called(fn, args, rank)
             _send(connection, result)
-            if result[0] == "error":  # its peers see that it is gone, as they do when a script fails
+            if result[0] == "error":  # its peers come to their own error, or see that it is gone, as a script would be
+                connection.poll(GRACE_S)
                 os._exit(1)
             connection.recv()  # all are done
         del fn, args
@@ -394,11 +397,13 @@ def _run_kept(fn, world_size, args, timeout, env, expect_errors):
         if None in results:
             raise _late(results, processes, timeout)
         if any(kind == "error" for kind, _ in results):
+            for process in processes:
+                process.kill()
             _drop(ranks, 0.0)
             return _results(results, expect_errors)
         for pipe in pipes:
             pipe.send("all are done")
-        left = _answers(pipes, processes, 10.0)
+        left = _answers(pipes, processes, 60.0)
     except BaseException:
         for process in processes:
             process.kill()

@@ -263,7 +263,11 @@ def all_of(rank, names):
 @pytest.fixture(scope="module")
 def both(request):
     """Runs of one process and of two ranks, of those rows that are asked for."""
-    items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
+    items = [
+        item
+        for item in request.session.items
+        if getattr(item, "module", None) is request.module and hasattr(item, "callspec")
+    ]
     rows = {item.callspec.params.get("name") for item in items}
     names = [name for name in RUNS if name in rows]
     return [run_ranks(all_of, ranks, names, timeout=250, start="fork")[0] for ranks in (1, 2)]

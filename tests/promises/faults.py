@@ -645,6 +645,8 @@ def train(fault, mode, folder, **kwargs):
     """Outcome of a mode's training with a fault in it."""
     folder.mkdir(exist_ok=True)
     ranks = MODES[mode].ranks
+    if fault is not None and mode == "elastic":  # on a busy machine, a rank may never claim a second batch
+        fault = replace(fault, at=0)
     try:
         given = (fault, mode, str(folder), kwargs)
         results, errors = run_ranks(_train, ranks, *given, timeout=WALL, start="fork"), {}
