@@ -4,9 +4,9 @@ Of the hooks that is their arithmetic, without sums over ranks: two casts and a 
 products and the orthogonal basis (by QR) of one matrix for each parameter. Torch's own also start collectives and,
 PowerSGD's, wait for the device.
 
-First the kernels are checked natively: ``python -m pytest tests/kernels/interpreted.py``. Each row is the median of rounds timed by CUDA events, candidates in turns; the
-bandwidth is that of ``copy_`` in the same run. ``--quick`` also runs without a GPU, in the interpreter, where times say
-nothing.
+First the kernels are checked natively: ``python -m pytest tests/kernels/interpreted.py``. Each row is the median of
+rounds timed by CUDA events, candidates in turns; the bandwidth is that of ``copy_`` in the same run. ``--quick`` also
+runs without a GPU, in the interpreter, where times say nothing.
 
 The share is that of the bytes which have to move: 8 for the residual, read and written, the gradient once, 0.75 for the
 scores, over the time, over the bandwidth of ``copy_``; for what comes after the exchange, 4 and the gradient once.

@@ -219,7 +219,7 @@ def lightning_loop(
 
     model = Planned(plans or {}, save or {}, loss)
     trainer = trainer_of(
-        HeteroDDPStrategy(**settings),
+        HeteroDDPStrategy(**settings) if isinstance(settings, dict) else settings,
         world_size,
         max_epochs=epochs,
         accumulate_grad_batches=accumulate,
