@@ -19,7 +19,7 @@ CALIBRATION = 20_000_000
 
 def ranks(function, world_size, *args, timeout=90.0):
     """Results of ``function(rank, *args)`` in forked processes: the one that forks them has not used the GPU."""
-    return run_ranks(function, world_size, *args, timeout=timeout)
+    return run_ranks(function, world_size, *args, timeout=timeout, start="fork")
 
 
 def place(rank, world_size, device):
