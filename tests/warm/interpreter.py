@@ -34,6 +34,7 @@ def warm_python():
         stdout=subprocess.PIPE,
         text=True,
     )
+    os.register_at_fork(after_in_child=server.stdin.close)  # a rank that stays would keep the server alive
     atexit.register(_end, os.getpid(), server, folder)
     assert server.stdout.readline() == "ready\n"
     return str(interpreter)

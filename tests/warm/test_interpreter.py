@@ -12,7 +12,7 @@ import pytest
 from tests.warm.interpreter import warm_python, warmed
 
 pytestmark = [
-    pytest.mark.skipif(warm_python() == sys.executable, reason="needs Linux"),
+    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux"),
     pytest.mark.slow("a tool of other tests, which fail without it"),
 ]
 
