@@ -344,7 +344,7 @@ def run_one(root, mutant, tests, limit, python):
     finally:
         path.write_bytes(source)
     by = next((line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))), "")
-    result = {None: "time", 0: "SURVIVED", 5: "no tests"}.get(code, "killed")
+    result = {None: "time", 0: "SURVIVED", 1: "killed", 2: "killed", 5: "no tests"}.get(code, f"ended by {code}")
     return {"result": result, "by": by[:160], "seconds": round(time.monotonic() - began, 1)}
 
 
