@@ -1,4 +1,4 @@
-"""Profiles of random inputs, seeds, and the order in which the slow tests run."""
+"""Profiles of random inputs, seeds, reasons of slow tests, and names of cases."""
 
 import re
 
@@ -20,7 +20,6 @@ def pytest_generate_tests(metafunc):
         "seed" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")
     ):
         metafunc.parametrize("seed", range(metafunc.config.getoption("--seeds")))
-        metafunc.definition.add_marker(pytest.mark.seeds)
 
 
 def pytest_collection_modifyitems(items):

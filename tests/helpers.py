@@ -1,23 +1,12 @@
 """Small models and data to train on ranks, and what a test asks of such a training."""
 
 import logging
-import re
-import time
 
 import lightning as L
 import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-
-from tests.ranks import RankError, free_port, run_ranks
-
-__all__ = ["RankError", "free_port", "run_ranks"]  # where older tests look for them
-
-
-def without_address(value):
-    """A value as text for the name of a test: processes that share the tests must find the same names."""
-    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 def collected():
@@ -112,19 +101,6 @@ def fit(rank, strategy, world_size, batch_size, model=None, dataset=None, ckpt_p
         "steps": trainer.global_step,
         "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
     }
-
-
-def save_late(monkeypatch, checksums, limit=1.0):
-    """Let ``torch.save`` wait for checksums that must not be taken before, which is until the limit."""
-    save = torch.save
-
-    def late(*args, **kwargs):
-        end = time.monotonic() + limit
-        while time.monotonic() < end and not (checksums.is_file() and checksums.stat().st_size):
-            time.sleep(0.01)
-        save(*args, **kwargs)
-
-    monkeypatch.setattr(torch, "save", late)
 
 
 def covered(results, epoch):

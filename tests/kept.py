@@ -13,7 +13,7 @@ from lightning_hetero.comm.membership import slots
 from lightning_hetero.comm.membership.roster import Roster
 from lightning_hetero.comm.membership.slots import job_board
 from lightning_hetero.keeper import Keeper
-from tests.helpers import run_ranks
+from tests.ranks import run_ranks
 
 
 class Forked:

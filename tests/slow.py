@@ -30,8 +30,10 @@ VALUE = (
 def collected(marks: str) -> list[str]:
     """Return the files that have tests with these marks, in order of value."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", marks, "tests"]
-    lines = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.splitlines()
-    files = dict.fromkeys(line.partition("::")[0] for line in lines if "::" in line)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 5):  # 5: nothing was collected
+        raise SystemExit(done.stdout + done.stderr)
+    files = dict.fromkeys(line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line)
     return sorted(files, key=lambda file: next(i for i, place in enumerate(VALUE) if file.startswith(place)))
 
 

@@ -20,7 +20,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero.frontend.loaders import stream_of, with_batch_sampler
 from lightning_hetero.strategies._lightning.resumption import resume_position
-from tests.helpers import Points, run_ranks
+from tests.helpers import Points
+from tests.ranks import run_ranks
 
 QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 NAMESPACES = ["lightning.pytorch", "pytorch_lightning"]

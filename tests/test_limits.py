@@ -28,7 +28,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero import DynamicBatchPIDCallback, HeteroDDPStrategy, PerfModelCallback
-from tests.helpers import Points, Regressor, run_ranks, trainer_of
+from tests.helpers import Points, Regressor, trainer_of
+from tests.ranks import run_ranks
 
 PAGE = Path(__file__).parents[1] / "docs" / "limits.md"
 LINES = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]

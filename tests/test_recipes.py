@@ -17,7 +17,7 @@ RECIPE = re.compile(r"^## Adding (an? [\w ]+)$.*?^```diff\n(.*?)^```$", re.M | r
 RECIPES = dict(RECIPE.findall((ROOT / "docs" / "extending.md").read_text()))
 
 TRAIN = """
-from tests.helpers import run_ranks
+from tests.ranks import run_ranks
 from tests.loops import FRONT_ENDS
 
 def train(rank, settings):

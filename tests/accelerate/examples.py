@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.helpers import free_port
+from tests.ranks import free_port
 
 RUN = Path(__file__).with_name("example_run.py")
 BIN = Path(sys.executable).parent

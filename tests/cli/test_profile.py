@@ -13,7 +13,8 @@ from lightning_hetero.core.compression.convergence_profile import ConvergencePro
 from lightning_hetero.probe_job import VARIABLE, DeviceReport, ProbeOrder
 from lightning_hetero.simulate import DeviceProfile, EmulatedDeviceCallback, Given, plan_cluster, read_cluster
 from tests.cli.ran import ran
-from tests.helpers import Points, Regressor, run_ranks, trainer_of
+from tests.helpers import Points, Regressor, trainer_of
+from tests.ranks import run_ranks
 
 # In place of a training: answers an order as the strategy does, with times and a loss that are known.
 FAKE = """

@@ -26,8 +26,9 @@ from tests.data.kinds import (
     points,
     trained,
 )
-from tests.helpers import Points, collected, run_ranks
+from tests.helpers import Points, collected
 from tests.loops import flat, network, one_process
+from tests.ranks import run_ranks
 from tests.streams import SAMPLES, Numbered, thirds
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}

@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import BatchPlan
 from tests.data.kinds import CHANGED, SPLITS, claimed, trained
-from tests.helpers import Points, run_ranks
+from tests.helpers import Points
 from tests.loops import flat, flat_grads, network, one_process
+from tests.ranks import run_ranks
 from tests.streams import SAMPLES, Numbered, sizes_of, taken, thirds
 
 EVERYTHING = list(range(SAMPLES))

@@ -28,7 +28,8 @@ from lightning_hetero.core.policies.base import Decision, PlanContext, Proposal
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.core.policies.static import StaticPlanner
 from tests.decisions.told import told_time
-from tests.helpers import Points, Regressor, covered, fit, run_ranks
+from tests.helpers import Points, Regressor, covered, fit
+from tests.ranks import run_ranks
 
 tqdm.monitor_interval = 0  # no thread that outlives a test
 N, BATCH, LR = 240, 4, 0.02

@@ -23,8 +23,9 @@ from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session import HeteroSession
 from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as FabricStrategy
 from tests.decisions.told import TICK, told_time
-from tests.helpers import Points, Regressor, fit, run_ranks
+from tests.helpers import Points, Regressor, fit
 from tests.loops import flat, global_batches, network
+from tests.ranks import run_ranks
 
 LR = 0.02
 

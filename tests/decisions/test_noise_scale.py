@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 from lightning_hetero import GNSCallback, HeteroDDPStrategy
 from lightning_hetero.core.noise.estimators import estimate_from_two_sizes, estimate_noise_scale
 from lightning_hetero.core.noise.running import RunningNoiseScale
-from tests.helpers import Points, Regressor, collected, fit, run_ranks, trainer_of
+from tests.helpers import Points, Regressor, collected, fit, trainer_of
+from tests.ranks import run_ranks
 
 N, STEPS = 48, 4
 HORIZON = 1e9  # all steps count alike

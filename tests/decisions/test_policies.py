@@ -25,9 +25,10 @@ from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.hardware import identity
 from lightning_hetero.session import HeteroSession
 from tests.decisions.told import told_time
-from tests.helpers import Points, Regressor, collected, fit, run_ranks
+from tests.helpers import Points, Regressor, collected, fit
 from tests.learned import knowing
 from tests.loops import FRONT_ENDS
+from tests.ranks import run_ranks
 
 tqdm.monitor_interval = 0  # no thread that outlives a test
 CPU = torch.device("cpu")

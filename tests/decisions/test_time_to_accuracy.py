@@ -17,7 +17,8 @@ from lightning_hetero import BlockTopK, LookAheadCallback, TTACallback
 from lightning_hetero.comm.collectives import async_ops as sums
 from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile
 from tests.counted import CountedTime
-from tests.helpers import Points, Regressor, fit, run_ranks
+from tests.helpers import Points, Regressor, fit
+from tests.ranks import run_ranks
 
 BATCH = 5
 FAT, THIN, MEGABIT = 50e6, 2e5, 1.25e5  # bytes per second

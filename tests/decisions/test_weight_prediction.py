@@ -8,7 +8,8 @@ from torch import nn
 
 from lightning_hetero import LookAheadCallback
 from lightning_hetero.optim.weight_prediction import expected_move
-from tests.helpers import Points, RankError, Regressor, collected, fit, run_ranks
+from tests.helpers import Points, Regressor, collected, fit
+from tests.ranks import RankError, run_ranks
 
 SPLIT = {"local_batch_sizes": [7, 3], "replan": 10_000, "staleness": 1}
 FIRST = 2  # step from which everything is delayed

@@ -24,7 +24,8 @@ from lightning_hetero.elastic import ElasticConfig
 from lightning_hetero.elastic.without_effect import elastic_without_effect
 from lightning_hetero.frontend.without_effect import Run, without_effect
 from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as FabricStrategy
-from tests.helpers import Points, Regressor, collected, fit, run_ranks
+from tests.helpers import Points, Regressor, collected, fit
+from tests.ranks import run_ranks
 
 ALONE, LEFT = {"world_size": 1}, {"split": False}
 LEARNS = {"planner": PerfModelPlanner()}

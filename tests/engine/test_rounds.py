@@ -25,7 +25,7 @@ from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.engine.cost_learning import CostLearning
 from lightning_hetero.session import HeteroSession
 from tests.decisions.told import told_time
-from tests.helpers import run_ranks
+from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 

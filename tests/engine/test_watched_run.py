@@ -14,7 +14,8 @@ from lightning_hetero.frontend.report.finish import status_of
 from lightning_hetero.frontend.report.process_end import ProcessEnd
 from tests.counted import CountedTime
 from tests.decisions.told import told_time
-from tests.helpers import Points, Regressor, collected, fit, run_ranks
+from tests.helpers import Points, Regressor, collected, fit
+from tests.ranks import run_ranks
 
 RATE = 1e9
 

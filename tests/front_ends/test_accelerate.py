@@ -29,8 +29,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
 from lightning_hetero.comm.agreement.group_lifetime import free_group_last
 from lightning_hetero.core import CheckpointStateError, DamagedCheckpointError
-from tests.helpers import Points, collected, run_ranks
+from tests.helpers import Points, collected
 from tests.loops import SAMPLES, accelerate_loop, every_sample_once, flat, global_batches, network, replay
+from tests.ranks import run_ranks
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 

@@ -18,7 +18,7 @@ from lightning_hetero.frontend.checkpoint_folder import (
     newest_folder,
     whole_folder,
 )
-from tests.helpers import run_ranks
+from tests.ranks import run_ranks
 
 FILES = {"model.safetensors": b"weights" * 30, "optimizer.bin": b"state" * 30, "random_states_1.pkl": b"random" * 30}
 

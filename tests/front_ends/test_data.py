@@ -10,7 +10,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_hetero import BatchPlan
 from lightning_hetero.core.batching.cost.weights import CostWeights
 from lightning_hetero.core.report.run_record import RunRecord
-from tests.helpers import Points, collected, fit, run_ranks
+from tests.helpers import Points, collected, fit
 from tests.loops import (
     FRONT_ENDS,
     LOSS_SETTINGS,
@@ -21,6 +21,7 @@ from tests.loops import (
     network,
     one_process,
 )
+from tests.ranks import run_ranks
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 N = 46

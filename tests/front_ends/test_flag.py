@@ -27,7 +27,8 @@ from lightning_hetero.accelerate import HeteroAccelerator, flag
 from lightning_hetero.core import BatchPlan
 from lightning_hetero.transformers import HeteroTrainer, adapt, hetero_trainer, restore
 from tests.front_ends.test_launch import execute
-from tests.helpers import collected, run_ranks
+from tests.helpers import collected
+from tests.ranks import run_ranks
 
 SCRIPTS = Path(__file__).parents[1] / "accelerate" / "flag_scripts"
 CPU = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from lightning_hetero import cli
 from lightning_hetero.accelerate.plugin import NAMES
 from lightning_hetero.cli.launch import read_config
-from tests.helpers import free_port
+from tests.ranks import free_port
 from tests.warm.interpreter import warmed
 
 BIN = Path(sys.executable).parent

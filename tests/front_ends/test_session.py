@@ -16,8 +16,9 @@ from lightning_hetero.core.policies.static import StaticPlanner
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session import HeteroSession, planner_of
-from tests.helpers import Points, collected, run_ranks
+from tests.helpers import Points, collected
 from tests.loops import SAMPLES, every_sample_once, flat, network, replay
+from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 

@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader
 from lightning_hetero import GNSCallback, HeteroDDPStrategy, LookAheadCallback
 from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
 from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as FabricStrategy
-from tests.helpers import Points, Regressor, collected, fit, run_ranks, trainer_of
+from tests.helpers import Points, Regressor, collected, fit, trainer_of
 from tests.loops import flat, network
+from tests.ranks import run_ranks
 
 SAMPLES, UNFREEZE, FREEZE, BACK = 60, 4, 8, 12
 

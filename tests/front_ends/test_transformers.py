@@ -25,7 +25,8 @@ from lightning_hetero.core import DamagedCheckpointError
 from lightning_hetero.core.report.run_record import RunRecord
 from lightning_hetero.transformers import HeteroTrainer, HeteroTrainingArguments, hetero_trainer
 from lightning_hetero.transformers.requirements import check_trainer
-from tests.helpers import collected, run_ranks
+from tests.helpers import collected
+from tests.ranks import run_ranks
 from tests.transformers.runs import VOCABULARY, Rows, arguments, bert, labelled, llama, of, padded, texts, trained
 
 tqdm.monitor_interval = 0  # no thread that outlives a test

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.helpers import run_ranks
+from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 CALIBRATION = 20_000_000

@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.gpu.common import busy, cycles_per_second, noted, place, ranks
-from tests.helpers import Points, Regressor, free_port, trainer_of
+from tests.helpers import Points, Regressor, trainer_of
+from tests.ranks import free_port
 
 AT = 5
 PATIENCE, WALL = 20.0, 70.0

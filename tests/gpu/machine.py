@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.gpu.common import place, ranks, synchronize
-from tests.helpers import RankError
+from tests.ranks import RankError
 
 
 def software():

@@ -6,7 +6,7 @@ import pytest
 
 from tests.gpu import leaks
 from tests.gpu.outcome import Figures
-from tests.helpers import run_ranks
+from tests.ranks import run_ranks
 
 COUNTED = "a number of each step"
 

@@ -23,7 +23,8 @@ from lightning_hetero import (
 )
 from lightning_hetero.config import FOR_OWN_LOOPS, HeteroConfig
 from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as HeteroFabricStrategy
-from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of, without_address
+from tests.helpers import Points, Regressor, fit, trainer_of
+from tests.ranks import run_ranks
 
 INF, NAN = float("inf"), float("nan")
 
@@ -84,7 +85,6 @@ INF, NAN = float("inf"), float("nan")
         ({"max_total_batch_size": 64}, TypeError, "max_total_batch_size.*AdaptiveBatchCallback"),
         ({"xyzzy": 1}, TypeError, "xyzzy.*policy.*static_graph"),
     ],
-    ids=without_address,
 )
 def test_a_strategy_is_not_made_of_what_cannot_be(arguments, error, says):
     with pytest.raises(error, match=says):

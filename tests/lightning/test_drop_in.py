@@ -15,7 +15,8 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from tests.helpers import Points, Regressor, fit, run_ranks, trainer_of
+from tests.helpers import Points, Regressor, fit, trainer_of
+from tests.ranks import run_ranks
 
 NAMES = ("ddp", "hetero_ddp")
 N, VALID, EPOCHS = 32, 12, 3

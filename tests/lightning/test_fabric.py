@@ -7,8 +7,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.data.kinds import Batches
-from tests.helpers import Points, collected, run_ranks
+from tests.helpers import Points, collected
 from tests.loops import SAMPLES, every_sample_once, fabric_loop, flat, global_batches, network, replay
+from tests.ranks import run_ranks
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 SPLIT = {"local_batch_sizes": (7, 3)}

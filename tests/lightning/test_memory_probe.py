@@ -20,8 +20,9 @@ from lightning_hetero.hardware import identity
 from lightning_hetero.strategies._lightning import ddp
 from lightning_hetero.strategies._lightning.probes import memory
 from lightning_hetero.strategies._lightning.probes.memory import largest_training_batch, later_bytes, probe_module
-from tests.helpers import Points, Regressor, covered, fit, run_ranks, trainer_of
+from tests.helpers import Points, Regressor, covered, fit, trainer_of
 from tests.learned import knowing
+from tests.ranks import run_ranks
 from tests.streams import Numbered
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

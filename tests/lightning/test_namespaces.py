@@ -6,8 +6,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.helpers import Points, run_ranks
+from tests.helpers import Points
 from tests.loops import flat, network
+from tests.ranks import run_ranks
 
 pl = pytest.importorskip("pytorch_lightning")
 N = 42  # four batches of ten and a ragged one of two

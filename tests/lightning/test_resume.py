@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 from lightning_hetero import BatchPlan, BlockTopK, GNSCallback, HeteroDDPStrategy, PerfModelCallback
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.hardware import identity
-from tests.helpers import Points, Regressor, collected, fit, run_ranks, trainer_of
+from tests.helpers import Points, Regressor, collected, fit, trainer_of
 from tests.learned import knowing
+from tests.ranks import run_ranks
 
 N, BATCH, STEPS = 70, 5, 7
 SPLIT = {"local_batch_sizes": [7, 3]}

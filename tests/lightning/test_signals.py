@@ -18,7 +18,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hetero import AdaptiveBatchCallback, BlockTopK, GNSCallback
 from lightning_hetero.strategies._lightning.signals import restore_sigterm, sigterm_at_next_merge
-from tests.helpers import Points, Regressor, fit, run_ranks
+from tests.helpers import Points, Regressor, fit
+from tests.ranks import run_ranks
 
 SHORT = {"timeout": timedelta(seconds=20)}
 TOPK = {"compression": BlockTopK(density=0.3, block=8, warmup_steps=2)}

@@ -22,7 +22,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_hetero import HeteroDDPStrategy, HeteroElasticStrategy
 from lightning_hetero.core import DamagedCheckpointError
 from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as FabricStrategy
-from tests.helpers import Points, collected, fit, run_ranks
+from tests.helpers import Points, collected, fit
+from tests.ranks import run_ranks
 
 STRATEGIES = [HeteroDDPStrategy, HeteroElasticStrategy, FabricStrategy]
 SHM, FORK = Path("/dev/shm"), multiprocessing.get_context("fork")

@@ -18,7 +18,8 @@ from lightning_hetero.core.policies.base import Proposal
 from lightning_hetero.core.policies.static import StaticPlanner
 from lightning_hetero.engine import parts, training_data
 from tests.counted import CountedTime
-from tests.helpers import Points, Regressor, collected, covered, fit, run_ranks, trainer_of
+from tests.helpers import Points, Regressor, collected, covered, fit, trainer_of
+from tests.ranks import run_ranks
 
 # a split that follows speeds; time is counted, so that plans are the same in every run
 

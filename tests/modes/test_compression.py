@@ -19,7 +19,8 @@ from lightning_hetero.compression import MessageFormat
 from lightning_hetero.core.compression.auto import LinkMeasurement
 from lightning_hetero.core.compression.settings import parse_compression
 from lightning_hetero.simulate import ThinLink
-from tests.helpers import Points, Regressor, collected, fit, run_ranks, trainer_of
+from tests.helpers import Points, Regressor, collected, fit, trainer_of
+from tests.ranks import run_ranks
 
 N, FEATURES = 60, 40
 SPARSE = {"density": 0.2, "warmup_steps": 2}

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero import HeteroDDPStrategy, HeteroElasticStrategy
-from tests.helpers import Points, Regressor, collected, run_ranks, trainer_of
+from tests.helpers import Points, Regressor, collected, trainer_of
+from tests.ranks import run_ranks
 
 CLASSES = (HeteroDDPStrategy, HeteroElasticStrategy)
 NAMES = ("ddp", "hetero_ddp", "hetero_elastic")

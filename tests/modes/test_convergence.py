@@ -12,7 +12,8 @@ from benchmarks._language_workload import train
 from lightning_hetero import BlockTopK, HeteroDDPStrategy
 from lightning_hetero.optim import SparseSGD
 from lightning_hetero.strategies import fabric_ddp
-from tests.helpers import run_ranks, trainer_of
+from tests.helpers import trainer_of
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow("long trainings, compared by their accuracy")
 TRAIN, EPOCHS = 1400, 16

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockTopK, GNSCallback, HeteroDDPStrategy
 from lightning_hetero.strategies._lightning.probes.memory import largest_training_batch
-from tests.helpers import Points, Regressor, covered, run_ranks, trainer_of
+from tests.helpers import Points, Regressor, covered, trainer_of
+from tests.ranks import run_ranks
 
 GROUPS = [
     ("cpu", "cpu"),

@@ -34,8 +34,9 @@ from lightning_hetero.core.merging.settings import AdaptiveSettings
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.elastic import ElasticEngine
 from lightning_hetero.elastic.batch_queue import job_store
-from tests.helpers import Points, Regressor, collected, covered, fit, run_ranks, trainer_of
+from tests.helpers import Points, Regressor, collected, covered, fit, trainer_of
 from tests.modes.clocked import Clocked
+from tests.ranks import run_ranks
 
 COSTS, SLOW = (1.0, 2.5), {"mega_batch_size": 24}
 EXACT = {"rtol": 1e-12, "atol": 1e-13}

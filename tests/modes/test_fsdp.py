@@ -36,10 +36,10 @@ from lightning_hetero.comm.timing.step_timer import StepTimer
 from lightning_hetero.core import DamagedCheckpointError
 from lightning_hetero.probe_job import VARIABLE
 from tests.counted import CountedTime
-from tests.helpers import Points, collected, covered, fit, run_ranks, trainer_of
+from tests.helpers import Points, collected, covered, fit, trainer_of
 from tests.loops import SAMPLES, Sharded
 from tests.one_process.test_modules import Block, ShardsItself
-from tests.ranks import at_end
+from tests.ranks import at_end, run_ranks
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 D = torch.float64

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockTopK, HeteroDDPStrategy
 from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as FabricStrategy
-from tests.helpers import run_ranks
 from tests.modes.test_compression import Wide, alike, points, train
+from tests.ranks import run_ranks
 
 SPARSE = BlockTopK(density=0.2, warmup_steps=2)
 

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import HeteroDDPStrategy, LookAheadCallback
 from lightning_hetero.data import PermutationStream
-from tests.helpers import run_ranks, trainer_of
+from tests.helpers import trainer_of
+from tests.ranks import run_ranks
 
 TOTAL, STEPS_AN_EPOCH, WIDTH = 8, 25, 32
 KINDS = {

@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from lightning_hetero.strategies._lightning.out_of_memory.pieces import NotInPiecesError, sum_in_pieces
-from tests.helpers import Regressor, collected, covered, fit, run_ranks
+from tests.helpers import Regressor, collected, covered, fit
+from tests.ranks import run_ranks
 
 
 def full(*_):

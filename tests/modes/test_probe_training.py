@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import AdaptiveBatchCallback, HeteroDDPStrategy, LookAheadCallback, TTACallback
 from lightning_hetero.probe_job import VARIABLE, ProbeOrder, ProbeReport
-from tests.helpers import Points, Regressor, run_ranks, trainer_of
+from tests.helpers import Points, Regressor, trainer_of
+from tests.ranks import run_ranks
 
 SAMPLES = 64
 

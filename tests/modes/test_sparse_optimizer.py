@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import BlockTopK, HeteroDDPStrategy
 from lightning_hetero.optim import SparseAdamW, SparseSGD
-from tests.helpers import Points, Regressor, run_ranks, trainer_of
+from tests.helpers import Points, Regressor, trainer_of
+from tests.ranks import run_ranks
 
 FEATURES, CLIP = 40, 0.2
 FEW = BlockTopK(density=0.05, value_dtype="float32", dense_every=11)

@@ -16,7 +16,8 @@ from lightning_hetero.comm.timing.bucket_timer import BucketTimer
 from lightning_hetero.core.compression.auto import LinkMeasurement
 from lightning_hetero.core.compression.settings import blocks_per_rank
 from lightning_hetero.optim import SparseSGD
-from tests.helpers import Points, Regressor, collected, fit, run_ranks, trainer_of
+from tests.helpers import Points, Regressor, collected, fit, trainer_of
+from tests.ranks import run_ranks
 
 SAMPLES = 64
 INPUT, ALL = ["net.0.weight", "net.0.bias"], ["net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"]

@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_hetero import BlockTopK
 from tests import loops
-from tests.helpers import Points, fit, run_ranks
+from tests.helpers import Points, fit
 from tests.loops import LOSS_SETTINGS, SAMPLES, every_sample_once, global_batches, one_process
+from tests.ranks import run_ranks
 from tests.streams import Numbered
 
 FRONT_ENDS = {**loops.FRONT_ENDS, "lightning, sharded": loops.sharded_loop, "plain torch": loops.plain_loop}

@@ -20,8 +20,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from tests.helpers import Points, Regressor, collected, run_ranks, trainer_of
+from tests.helpers import Points, Regressor, collected, trainer_of
 from tests.loops import SAMPLES, flat_grads, masked_count, network
+from tests.ranks import run_ranks
 
 SIZES, WINDOW = (7, 3), 3  # 73 samples: seven full batches and one of three, in the last window
 EXACT = {"rtol": 1e-12, "atol": 1e-14}

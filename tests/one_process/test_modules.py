@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroDDPStrategy, HeteroFSDPStrategy
-from tests.helpers import Points, covered, run_ranks, trainer_of
+from tests.helpers import Points, covered, trainer_of
 from tests.loops import SAMPLES, Sharded
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 D = torch.float64

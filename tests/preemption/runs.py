@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from tests.helpers import free_port
 from tests.preemption.job import MODES, SLURMS
+from tests.ranks import free_port
 from tests.warm.interpreter import warmed
 
 JOB = Path(__file__).with_name("job.py")

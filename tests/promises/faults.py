@@ -659,5 +659,6 @@ def train(fault, mode, folder, **kwargs):
 
 def check(fault, mode, outcome, undisturbed):
     """Check the invariant of a fault, and that it has happened as often as it should."""
+    assert not undisturbed.errors
     assert outcome.injected == fault.times if fault.times is not None else outcome.injected > 0
     type(fault).invariant(fault, MODES[mode], outcome, undisturbed)

@@ -26,8 +26,8 @@ from lightning_hetero.simulate import DeviceProfile, EmulatedDevice, EmulatedDev
 from lightning_hetero.simulate.devices.emulated_device import HostClock
 from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as HeteroDDPFabric
 from tests.counted import CountedTime
-from tests.helpers import Points, Regressor, collected, fit, run_ranks, trainer_of
-from tests.ranks import at_end
+from tests.helpers import Points, Regressor, collected, fit, trainer_of
+from tests.ranks import at_end, run_ranks
 from tests.transformers.runs import arguments, llama, of, padded, texts, trained
 
 FAST = DeviceProfile(q=0.0002, s=0.002, k=0.0004, m=0.002, name="fast")

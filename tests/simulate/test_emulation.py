@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 from lightning_hetero.simulate import DeviceProfile, EmulatedDevice, EmulatedDeviceCallback, ThinLink
 from lightning_hetero.simulate.devices.emulated_device import HostClock
 from tests.counted import CountedTime
-from tests.helpers import Points, RankError, Regressor, run_ranks, trainer_of
+from tests.helpers import Points, Regressor, trainer_of
+from tests.ranks import RankError, run_ranks
 
 PROFILE = DeviceProfile(q=0.001, s=0.01, k=0.002, m=0.02)
 FORWARD, BACKWARD = 0.018, 0.036  # seconds of its passes with eight samples
