@@ -56,8 +56,9 @@ def end_abandoned_watches() -> None:
         gc.collect()
     for watch in own:
         watch.end_if_abandoned()
-    while _left:
-        _left.pop().begin_another()
+    for watch in [watch for watch in _left if watch.of_this_process]:  # a fork cannot even end its parent's stores
+        _left.discard(watch)
+        watch.begin_another()
 
 
 def _bulletin_of(store: dist.Store, run: int, rank: int, world_size: int) -> Bulletin:
@@ -198,7 +199,7 @@ class FailureWatch:
     def begin_another(self) -> None:
         """Tell ranks that are still in the training that has ended here that this rank begins another one."""
         bulletin, self._last = self._last, None
-        if bulletin is not None and self.of_this_process:
+        if bulletin is not None:
             calls = StoreCalls(self._calls.timeout, self._calls.notice)  # the others may be in use by another thread
             with suppress(*NO_STORE):
                 calls(bulletin.begin_another)
