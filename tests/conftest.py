@@ -1,9 +1,12 @@
-"""Profiles of random inputs, seeds, reasons of slow tests, and names of cases."""
+"""Profiles of random inputs, seeds, reasons of slow tests, names of cases, and how many ranks were started."""
 
 import re
+from collections import Counter
 
 import pytest
 from hypothesis import settings
+
+from tests.ranks import STARTED
 
 # The same inputs in every run: a failure is that of the change that is tested. `make test-slow` tries many more.
 for name, examples in {"quick": 20, "slow": 300}.items():
@@ -35,3 +38,26 @@ def pytest_make_parametrize_id(val):
     """Name a value without its address: processes that share the tests must find the same names."""
     text = repr(val)
     return re.sub(r" at 0x[0-9a-f]+", "", text) if " at 0x" in text else None
+
+
+TOTAL = pytest.StashKey[Counter]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session):
+    config = session.config
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["started"] = STARTED
+    else:
+        config.stash.setdefault(TOTAL, Counter()).update(STARTED)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    node.config.stash.setdefault(TOTAL, Counter()).update(getattr(node, "workeroutput", {}).get("started", {}))
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    total = config.stash.get(TOTAL, Counter())
+    if total["jobs"]:
+        terminalreporter.write_line(f"{total['ranks']} processes were started as ranks, for {total['jobs']} jobs")

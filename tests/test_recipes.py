@@ -91,44 +91,11 @@ def applied(root, diff):
         path.write_text(after)
 
 
-OWN_TESTS = {  # those that run for every line of a table, and the rules of the source
-    "a policy": ["tests/equations/test_policies.py", "tests/test_imports.py"],
-    "a compressor": [
-        "tests/gradients/test_compression.py",
-        "lightning_hetero/core/compression",
-        "tests/test_imports.py",
-    ],
-    "a merge rule": ["tests/equations/test_merging.py", "lightning_hetero/core/merging", "tests/test_imports.py"],
-    "a front end": ["tests/test_imports.py"],
-}
-TOOLS = {"ruff check lightning_hetero", "ruff format --check lightning_hetero"}
-
-
-def copied(folder, *more):
+def copied(folder):
     """A copy of the package to which a recipe is applied."""
-    for name in (
-        "lightning_hetero",
-        "_lightning_hetero_autoload.py",
-        "_lightning_hetero_entry.py",
-        "pyproject.toml",
-        *more,
-    ):
+    for name in ("lightning_hetero", "_lightning_hetero_autoload.py", "_lightning_hetero_entry.py", "pyproject.toml"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, folder / name)
-
-
-@pytest.mark.parametrize("what", OWN_TESTS)
-def test_the_repositorys_own_tests_pass_with_it(what, tmp_path):
-    checked = what == "a front end"
-    known = [".mypy_cache"] if checked and (ROOT / ".mypy_cache").is_dir() else []  # types of other packages stay
-    copied(tmp_path, "tests", "conftest.py", *known)
-    applied(tmp_path, RECIPES[what])
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    tests = ["pytest", "-q", "-x", "-p", "no:cacheprovider", *OWN_TESTS[what]]
-    for arguments in (tests, *(tool.split() for tool in sorted(TOOLS)), *([["mypy"]] if checked else [])):
-        command = [sys.executable, "-m", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=250, check=False)
-        assert done.returncode == 0, done.stdout[-4000:]
 
 
 @pytest.mark.parametrize("what", CHECKS)
