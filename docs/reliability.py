@@ -61,7 +61,7 @@ ROWS = (
         ),
         "45 s until all have ended; each restart loses the steps since the last checkpoint; under a keeper, one step "
         "is done again",
-        ("Kill", "Segfault"),
+        ("Kill",),
         "That survivors keep their processes with NCCL, or outside of Lightning's `hetero_ddp`.",
     ),
     Row(
@@ -122,7 +122,6 @@ ROWS = (
             f"{ALL}::test_plan_moves_away_from_a_slow_loader",
         ),
         "a few changes of the split; no change under noise alone",
-        ("Slow",),
     ),
     Row(
         "R8",
@@ -155,7 +154,6 @@ ROWS = (
             "tests/modes/test_elastic.py",
             f"{HEALTH}::test_a_skipped_step_leaves_weights_and_momentum_as_they_are",
             f"{HEALTH}::test_stopping_is_an_error_on_all_ranks_that_names_rank_and_batch",
-            f"{ALL}::test_nan_on_one_rank_is_what_it_is_under_ddp",
             f"{TOPK}::test_a_gradient_that_is_not_finite_is_left_out_on_all_ranks",
             TOPK,
             "tests/decisions/test_noise_scale.py::test_nan_and_inf_in_one_workers_gradient_leave_the_estimate_finite",
@@ -203,7 +201,7 @@ ROWS = (
         "R14",
         "Ranks that hold different plans, or expect the next sync round at different steps, raise the same error "
         "before the next step.",
-        (f"{ALL}::test_a_decision_that_one_rank_has_lost_is_an_error_on_all",),
+        (),
         "the sync round in which it happens",
         ("WrongPlan",),
         "That the plan is sent again: a rank that has lost it is no longer in step.",
@@ -273,7 +271,7 @@ ROWS = (
     Row(
         "R20",
         "Clocks of hosts may differ, and may be set while training runs.",
-        (f"{ALL}::test_clocks_of_hosts_may_differ",),
+        (),
         "5 hours",
         ("ClockJump",),
     ),

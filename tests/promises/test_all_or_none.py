@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -24,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import AdaptiveBatchCallback, BlockTopK, GNSCallback
 from tests.helpers import Points, Regressor, covered, fit
-from tests.promises.faults import BUG, FAULTS, MODES, PAIRS, WALL, DamagedCheckpoint, Fault, check, train
+from tests.promises.faults import BUG, FAULTS, PAIRS, WALL, DamagedCheckpoint, Fault, check, train
 from tests.ranks import run_ranks
 
 
@@ -43,14 +42,14 @@ def undisturbed(mode):
         return train(None, mode, Path(folder))
 
 
-OWN = {"stale": "Freeze", "adaptive": "NaN-nan", "elastic": "LinkCut", "compressed": "CorruptMessage"}
+OWN = {"stale": "Freeze", "adaptive": "NaN", "elastic": "LinkCut", "compressed": "CorruptMessage"}
 
 
 def quick(fault, mode):
     """Every fault is in one mode, and an error in every mode."""
     name = str(fault)
     if mode == "plain":
-        return name not in ("Kill-rank0", "Segfault-rank1", "Pause-0.5-rank0", "LinkDelay-0.2-10-rank1")
+        return name not in ("Kill-rank0", "Pause-0.5-rank0", "LinkDelay-0.2-10-rank1")
     return name in ("Raise-rank1", "Kill-rank1") or name.startswith(OWN.get(mode, "Sigterm-rank2"))
 
 
@@ -62,20 +61,14 @@ ALL_MODES = pytest.mark.slow("every fault in every mode: more of the same for ea
     [pytest.param(*pair, id=f"{pair[0]}-{pair[1]}", marks=[] if quick(*pair) else [ALL_MODES]) for pair in PAIRS],
 )
 def test_the_invariant_of_a_fault_holds_in_every_mode(fault, mode, tmp_path):
-    if not isinstance(fault, DamagedCheckpoint):
-        check(fault, mode, train(fault, mode, tmp_path), undisturbed(mode))
-        return
-    path = tmp_path / "saved.ckpt"
-    assert not train(None, mode, tmp_path / "first", save={4: str(path)}).errors
-    fault.damage(path, tmp_path / "second")
-    check(fault, mode, train(None, mode, tmp_path / "second", resume=str(path)), None)
-
-
-def test_every_fault_and_every_mode_is_in_the_table():
-    assert {mode for _, mode in PAIRS} == set(MODES)
-    assert {fault for fault, mode in PAIRS if quick(fault, mode)} >= {
-        fault for fault, _ in PAIRS if fault.rank == 1
-    } - {fault for fault in FAULTS if str(fault) in ("Segfault-rank1", "LinkDelay-0.2-10-rank1")}
+    resumed = {}
+    if isinstance(fault, DamagedCheckpoint):
+        path = tmp_path / "saved.ckpt"
+        assert not train(None, mode, tmp_path / "first", save={4: str(path)}).errors
+        fault.damage(path, tmp_path / "second")
+        resumed = {"resume": str(path)}
+    outcome = train(None if resumed else fault, mode, tmp_path / "second", **resumed)
+    check(fault, mode, outcome, undisturbed(mode))
 
 
 # where an error may come from, under Lightning
@@ -97,12 +90,6 @@ class Raises(Regressor):
     def on_fit_start(self):
         self.at("fit start")
 
-    def on_train_start(self):
-        self.at("train start")
-
-    def on_train_epoch_start(self):
-        self.at("epoch start")
-
     def training_step(self, batch, batch_idx):
         self.at("forward", batch_idx == AT)
         loss = super().training_step(batch, batch_idx)
@@ -110,15 +97,9 @@ class Raises(Regressor):
             loss.register_hook(lambda _: self.at("backward", batch_idx == AT))
         return loss
 
-    def on_after_backward(self):
-        self.at("after backward", self.global_step == AT)
-
     def optimizer_step(self, *args, **kwargs):
         super().optimizer_step(*args, **kwargs)
         self.at("optimizer", self.trainer.fit_loop.batch_idx == AT)
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.at("batch end", batch_idx == AT)
 
     def val_dataloader(self):
         return DataLoader(Points(8), 2)
@@ -145,10 +126,7 @@ class Fails(Dataset):
         return self.points[i]
 
 
-PLACES = (
-    *("fit start", "train start", "epoch start", "loader", "forward", "backward", "after backward", "optimizer"),
-    *("batch end", "validation", "epoch end"),
-)
+PLACES = ("fit start", "loader", "backward", "optimizer", "validation", "epoch end")
 
 
 def _raises(rank, place, ranks, settings=None):
@@ -280,27 +258,6 @@ def test_a_rank_that_is_lost_in_an_agreement_or_stays_away_ends_all(fault, timeo
 # nonsense, and a full disk, are what they are under plain ddp
 
 
-def _nan(rank, strategy):
-    model, dataset = Regressor(), Points(N)
-    training_step = model.training_step
-
-    def step(batch, batch_idx):
-        return training_step(batch, batch_idx) * (float("nan") if (rank, batch_idx) == (1, AT) else 1.0)
-
-    model.training_step = step
-    return fit(rank, strategy, 2, 4, model=model, dataset=dataset, max_epochs=1)
-
-
-def test_nan_on_one_rank_is_what_it_is_under_ddp():
-    """Every rank has NaN from that step on, never only some of them; plans do not notice."""
-    for strategy in ({"replan": 2}, "ddp"):
-        results = run_ranks(_nan, 2, strategy, timeout=WALL)
-        for result in results:
-            assert np.isfinite(result["grads"]).all(axis=1).tolist() == [True] * AT + [False] * (STEPS - AT)
-            assert np.isnan(result["weights"]).all()
-            assert all(sum(sizes) == 8 for *_, sizes in result["history"])
-
-
 class Logs(Regressor):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -330,20 +287,6 @@ def test_full_disk_is_no_worse_than_under_ddp(tmp_path, flush):
     assert kinds[0] == kinds[1]
 
 
-def _skewed(rank, hours):
-    with pytest.MonkeyPatch.context() as patch:
-        honest = time.time
-        patch.setattr(time, "time", lambda: honest() + 3600 * hours * rank)
-        return fit(rank, {"replan": 2, "policy": "perf_model"}, 2, 4, dataset=Points(N), max_epochs=1)
-
-
-@pytest.mark.parametrize("hours", [5, -5])
-def test_clocks_of_hosts_may_differ(hours):
-    results = run_ranks(_skewed, 2, hours, timeout=WALL)
-    assert covered(results, 0) == list(range(N))
-    assert np.isfinite(results[0]["weights"]).all()
-
-
 # ranks that hold different things
 
 
@@ -362,35 +305,19 @@ class SlowToLoad(Dataset):
         return self.points[i]
 
 
-def _follows(rank, policy, loses):
-    with pytest.MonkeyPatch.context() as patch:
-        broadcast = torch.distributed.broadcast_object_list
-
-        def lost(box, *args, **kwargs):
-            """Rank 1 loses the plan, which is the first part of what rank 0 has decided."""
-            broadcast(box, *args, **kwargs)
-            if rank == 1 and loses and isinstance(box[0], tuple) and box[0][0] is not None:
-                box[0] = (None, *box[0][1:])
-
-        patch.setattr(torch.distributed, "broadcast_object_list", lost)
-        settings = {"replan": 4, "policy": policy, "hysteresis": 0.0}
-        return fit(rank, settings, 2, 4, dataset=SlowToLoad(480), max_epochs=1)
+def _follows(rank, policy):
+    settings = {"replan": 4, "policy": policy, "hysteresis": 0.0}
+    return fit(rank, settings, 2, 4, dataset=SlowToLoad(480), max_epochs=1)
 
 
 @pytest.mark.parametrize("policy", ["perf_model", "pid"])
 def test_plan_moves_away_from_a_slow_loader(policy):
     """Loading is part of a worker's time per sample; the last plans leave little to the slow one."""
-    results = run_ranks(_follows, 2, policy, False, timeout=WALL)
+    results = run_ranks(_follows, 2, policy, timeout=WALL)
     assert covered(results, 0) == list(range(480))
     sizes = [split[1] for *_, split in results[0]["history"]]
     assert sizes[0] == 4
     assert sizes[-1] < 4
-
-
-def test_a_decision_that_one_rank_has_lost_is_an_error_on_all():
-    errors = run_ranks(_follows, 2, "perf_model", True, timeout=WALL, expect_errors=True)
-    assert [kind for _, kind, _ in errors] == ["PlanMismatchError"] * 2
-    assert all("rank 1" in text for *_, text in errors)
 
 
 class Wider(Regressor):
@@ -398,21 +325,17 @@ class Wider(Regressor):
 
     def __init__(self):
         super().__init__()
-        self.net[0], self.net[2] = torch.nn.Linear(5, 8), torch.nn.Linear(8, 1)
-        self.net.double()
+        self.net = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double()
 
 
 class TurnedRound(Regressor):
-    """Registers its layers in the other order."""
+    """Registers its last layer first."""
 
     def __init__(self):
         super().__init__()
-        first, second = self.net[0], self.net[2]
+        net = self.net
         del self.net
-        self.second, self.first = second, first
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x)))
+        self.last, self.net = net[2], net
 
 
 def _other_model(rank, other):

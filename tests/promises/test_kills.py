@@ -27,31 +27,15 @@ from torch.distributed.run import get_args_parser
 
 from lightning_hetero.comm.failures import rank_monitor
 from tests.kept import Forked, run_kept
-from tests.preemption import runs
+from tests.preemption.runs import COMMON, kill_group, logs, run
 from tests.promises.faults import MODES, Fault, Injector
 from tests.promises.saving_script import POINTS, SAMPLES, main
 from tests.ranks import free_port, run_ranks
-from tests.warm.interpreter import warm_python, warmed
+from tests.warm.interpreter import warmed
 
 LAUNCHED = pytest.mark.slow("starts launchers and workers, which takes seconds, and kills them")
 ROOT = Path(__file__).parents[2]
 SCRIPT, TORCHRUN = Path(__file__).with_name("saving_script.py"), Path(sys.executable).with_name("torchrun")
-COMMON = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-
-
-def kill_group(process):
-    """End an agent and its workers at once, as a machine that is switched off does."""
-    children = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        children = psutil.Process(process.pid).children(recursive=True)
-    for victim in [process, *children]:
-        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-            victim.send_signal(signal.SIGKILL)
-    process.wait()
-
-
-def logs(folder):
-    return "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("log-*")))
 
 
 def wait_for(condition, folder, limit=100):
@@ -172,25 +156,11 @@ def test_workers_killed_and_started_again(agent, tmp_path, point):
 
 
 @LAUNCHED
-@pytest.mark.parametrize("point", ["backward", "writing"])
-def test_more_kills_than_restarts_are_an_error(agent, tmp_path, point):
-    [(_, kind, message)] = agent(f"0 {point} 7\n", restarts=0)
+def test_more_kills_than_restarts_are_an_error(agent, tmp_path):
+    [(_, kind, message)] = agent("0 backward 7\n", restarts=0)
     assert kind == "ChildFailedError"
     assert "Signal 9 (SIGKILL) received" in message
     assert not (tmp_path / "done").exists()
-    assert workers_of(tmp_path) == []
-
-
-@LAUNCHED
-def test_the_command_starts_a_killed_worker_again(start, tmp_path):
-    (tmp_path / "kill").write_text("1 backward 5\n")
-    command = torchrun(tmp_path, "--standalone", "--nproc_per_node=2", "--max-restarts=1", epochs=1)
-    process = start(*warmed(*command), **ANEW)
-    wait_for(lambda: process.poll() is not None, tmp_path)
-    assert process.returncode == 0, logs(tmp_path)
-    assert json.loads((tmp_path / "done").read_text()) == {"step": 12, "world": 2}
-    check_samples(tmp_path, 1)
-    assert len(attempts(tmp_path)) == 2
     assert workers_of(tmp_path) == []
 
 
@@ -226,26 +196,6 @@ def test_a_machine_leaves_and_another_comes(start, tmp_path):
     worlds = [head["world"] for head, _ in attempts(tmp_path)]
     assert worlds[-1] == 2
     assert 1 in worlds
-
-
-@LAUNCHED
-def test_two_tasks_find_each_other_by_slurms_variables(start, tmp_path):
-    slurm = {
-        "SLURM_JOB_ID": "4711",
-        "SLURM_JOB_NAME": "train",
-        "SLURM_NTASKS": "2",
-        "SLURM_NTASKS_PER_NODE": "2",
-        "SLURM_NNODES": "1",
-        "SLURM_NODEID": "0",
-        "SLURM_NODELIST": "localhost",
-        "MASTER_PORT": str(free_port()),
-    }
-    command = [warm_python(), SCRIPT, tmp_path, 4, 1]
-    tasks = [start(*command, **slurm, SLURM_PROCID=str(task), SLURM_LOCALID=str(task)) for task in range(2)]
-    wait_for(lambda: all(task.poll() is not None for task in tasks), tmp_path)
-    assert [task.returncode for task in tasks] == [0, 0], logs(tmp_path)
-    assert json.loads((tmp_path / "done").read_text()) == {"step": 12, "world": 2}
-    check_samples(tmp_path, 1)
 
 
 def documented_commands():
@@ -377,73 +327,23 @@ def wrong(outcome):
 @pytest.mark.parametrize(("launcher", "front_end", "mode", "whom"), TOLD)
 def test_a_training_that_is_told_to_end_saves_and_ends(launcher, front_end, mode, whom):
     """``benchmarks/preemption.py`` has all cases, and tells each training at many random moments."""
-    outcome = runs.run(launcher, front_end, mode, whom, random.Random(f"{launcher} {front_end} {mode}"))
+    outcome = run(launcher, front_end, mode, whom, random.Random(f"{launcher} {front_end} {mode}"))
     assert not wrong(outcome), wrong(outcome)
 
 
-@LAUNCHED
-@pytest.mark.parametrize(("front_end", "counted"), [("deaf", ["hang"]), ("careless", ["code", "steps", "checkpoint"])])
-def test_a_job_that_does_not_end_or_saves_nothing_is_counted(monkeypatch, front_end, counted):
-    monkeypatch.setattr(runs, "END_S", 0.5 if front_end == "deaf" else runs.END_S)
-    assert list(wrong(runs.run("slurm", front_end, "plain", "all", random.Random(0)))) == counted
-
-
-# workers that fail again and again: the benchmark, and the account that it keeps of samples
-
-
-@pytest.fixture(scope="module")
-def benchmarks():
-    """Import a benchmark; what it imports beside it is forgotten afterwards."""
-    folder, before, paths = ROOT / "benchmarks", set(sys.modules), list(sys.path)
-    sys.path.insert(0, str(folder))
-    yield importlib.import_module
-    sys.path[:] = paths
-    for name in set(sys.modules) - before:
-        if Path(getattr(sys.modules[name], "__file__", None) or "").parent in (folder, ROOT / "examples"):
-            del sys.modules[name]
+# workers that fail again and again: the benchmark, which keeps an account of samples
 
 
 @pytest.mark.slow("five faults of a training under keepers, each of which takes seconds")
 @pytest.mark.timeout(280)
-def test_no_sample_is_lost_in_some_faults(benchmarks, tmp_path):
-    fit, chaos = benchmarks("_lossy_fit"), benchmarks("chaos")
+def test_no_sample_is_lost_in_some_faults(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    fit, chaos, job = map(importlib.import_module, ("_lossy_fit", "chaos", "_lossy_job"))
     given = (fit.fit, fit.WORKERS, tmp_path, 0.0005, False)
     function = partial(run_kept, *given, restarts=100, silence=2.0, timeout=240.0)
     kinds = ["kill", "link cut", "freeze", "pause", "segfault"]
-    job = benchmarks("_lossy_job").Job(tmp_path, Forked(function, {}))
-    *found, total = chaos.train(job, random.Random(1), kinds, 0.3, 3)
+    *found, total = chaos.train(job.Job(tmp_path, Forked(function, {})), random.Random(1), kinds, 0.3, 3)
     assert sorted(row["kind"] for row in found) == sorted(kinds)
     assert total["events"] == len(kinds)
     assert total["lives"] >= 4 + 3, "three were started again"
     assert total["samples"] == 960 * total["epochs"]
-
-
-def test_a_lost_sample_one_that_is_taken_twice_and_other_weights_are_errors(benchmarks, tmp_path):
-    module = benchmarks("_lossy_job")
-
-    def epoch(order):
-        parts = [order[at : at + module.TOTAL] for at in range(0, len(order), module.TOTAL)]
-        return [module.Step(0, (tuple(part),), 0.0) for part in parts]
-
-    def account(steps, weights):
-        where = {"generation": 0, "rank": 0, "time": 0.0}
-        life = module.Life(0, 0, 1, 0.0, [{"start": 0, "world": 1, **where}])
-        life.notes += [{"step": n, "epoch": 0, "samples": step.samples[0], **where} for n, step in enumerate(steps)]
-        for slot in range(module.WORKERS):
-            torch.save({"weights": weights[slot % len(weights)], "steps": len(steps)}, tmp_path / f"end-{slot}.pt")
-        return module.account(
-            type("Ended", (), {"folder": tmp_path, "lives": {"one": life}, "workers": module.WORKERS})
-        )
-
-    order = list(range(module.SAMPLES))
-    right = epoch(order)
-    weights = module.alone(right)
-    assert account(right, [weights])[1:] == (0, 0.0)
-    for changed, end, said in (
-        ([7 if i == 5 else i for i in order], [weights], r"\[5\].*\[7\]"),
-        (order[:-1], [weights], "31 samples"),
-        (order[::-1], [weights], "weights differ"),
-        (order, [weights, module.alone(right[:1])], "different weights"),
-    ):
-        with pytest.raises(module.LossError, match=said):
-            account(epoch(changed), end)
