@@ -86,12 +86,11 @@ ROWS = (
         "A process that is killed between two collectives, in an agreement on a plan, or while it writes a checkpoint "
         "leaves no partial update and no partial file: survivors have equal weights, and the last checkpoint loads.",
         (
-            f"{ALL}::test_a_rank_that_is_lost_in_an_agreement_or_stays_away_ends_all",
             f"{KILLS}::test_workers_killed_and_started_again",
             f"{FILES}::test_a_file_is_whole_at_every_moment",
         ),
         "45 s",
-        ("Kill", "LinkCut"),
+        ("Kill", "KillInAgreement", "LinkCut"),
         "Equal weights of survivors if the process is killed in the middle of a sum, which some may have received.",
     ),
     Row(
@@ -99,7 +98,7 @@ ROWS = (
         "A machine can leave, come back, or be replaced: torchrun restarts the workers with their new number, and each "
         "sample still counts once an epoch. Under a keeper, a worker that comes back joins the running training, also "
         "if it is lost again.",
-        ("tests/lightning/test_members.py", f"{KILLS}::test_a_machine_leaves_and_another_comes", RESUME),
+        ("tests/lightning/test_members.py", RESUME),
         "one restart for each change",
         reason="Growing pauses between restarts.",
     ),
@@ -132,7 +131,6 @@ ROWS = (
             f"{FAILURES}::test_a_rank_that_goes_on_is_said_to_and_nobody_ends",
             f"{FAILURES}::test_an_error_says_who_was_waited_for",
             f"{KILLS}::test_a_process_that_is_stopped_for_ever_is_named_and_ends_the_job_in_every_front_end",
-            f"{ALL}::test_a_rank_that_is_lost_in_an_agreement_or_stays_away_ends_all",
         ),
         "named after half a minute, all ended after a minute, or 3 s after the strategy's `timeout` if that is shorter",
         ("Freeze", "Pause"),

@@ -246,6 +246,27 @@ class Kill(Fault):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+class KillInAgreement(Kill):
+    """A process is lost when it comes to an agreement on a plan, rank 0 when it has decided."""
+
+    batches = 0
+
+    def prepare(self, injector):
+        name = "broadcast_object_list" if self.rank == 0 else "all_gather"
+        call = getattr(dist, name)
+
+        def struck(*args, **kwargs):
+            if injector.running:
+                injector.count()
+                self.strike(injector, None)
+            return call(*args, **kwargs)
+
+        setattr(dist, name, struck)
+
+    def settings(self, folder):
+        return {"replan": 2}
+
+
 class Raise(Fault):
     """The user's code fails."""
 
@@ -440,8 +461,9 @@ class DamagedCheckpoint(Fault):
 
 
 FAULTS = (
-    *(Kill(0), Kill(1), Raise(0), Raise(1), Sigterm(), OutOfMemory(), Freeze(), Pause(0), NaN(), Diverge()),
-    *(WrongPlan(), CorruptMessage(), LinkDelay(), LinkDelay(seconds=0.2, every=10), LinkDown(), LinkCut()),
+    *(Kill(0), Kill(1), KillInAgreement(0), KillInAgreement(1), Raise(0), Raise(1), Sigterm(), OutOfMemory()),
+    *(Freeze(), Pause(0), NaN(), Diverge(), WrongPlan(), CorruptMessage()),
+    *(LinkDelay(), LinkDelay(seconds=0.2, every=10), LinkDown(), LinkCut()),
     *(DiskFull(0), ClockJump(), DamagedCheckpoint()),
 )
 
@@ -545,6 +567,7 @@ LEFT_OUT = (
     (("Sigterm",), OWN_LOOPS, "their ends have tests of their own: R18"),
     (("DamagedCheckpoint",), ("accelerate", "transformers"), "their folders have tests of their own: R16"),
     # too dear for what it would tell
+    (("KillInAgreement",), tuple(MODES)[1:], "an agreement is the same in every mode, and Kill is in every mode"),
     (("DamagedCheckpoint",), (*SAME_STEP, "stale", "elastic"), "the file is read by the same code as in plain"),
     (("LinkDelay",), (*SAME_STEP, *OWN_LOOPS), "as LinkDown, which is in every mode"),
 )

@@ -8,7 +8,6 @@ import os
 import re
 import time
 import warnings
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,14 +15,13 @@ from tempfile import TemporaryDirectory
 import psutil
 import pytest
 import torch
-from lightning import Callback
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import AdaptiveBatchCallback, BlockTopK, GNSCallback
 from tests.helpers import Points, Regressor, covered, fit
-from tests.promises.faults import BUG, FAULTS, PAIRS, WALL, DamagedCheckpoint, Fault, check, train
+from tests.promises.faults import BUG, PAIRS, WALL, DamagedCheckpoint, check, train
 from tests.ranks import run_ranks
 
 
@@ -198,61 +196,6 @@ def test_an_error_on_one_rank_is_saved_without_waiting_for_the_others(mode, fail
     again = run_ranks(_resumes, 2, mode, str(path), timeout=WALL)
     assert [result["steps"] for result in again] == [STEPS, STEPS]
     assert len(covered(again, 0)) == N - done * 8
-
-
-# a rank that is lost, or stays away, in an agreement
-
-
-class InExchange(Callback):
-    """Strikes when its rank enters the agreement on a plan for the second time; rank 0 when it is about to decide."""
-
-    def __init__(self, fault):
-        self.fault = fault
-
-    def on_train_start(self, trainer, pl_module):
-        if trainer.global_rank != self.fault.rank:
-            return
-        name = "broadcast_object_list" if self.fault.rank == 0 else "all_gather"
-        original, calls = getattr(torch.distributed, name), []
-
-        def struck(*args, **kwargs):
-            calls.append(args)
-            if len(calls) == 2:
-                self.fault.strike(None, None)
-            return original(*args, **kwargs)
-
-        setattr(torch.distributed, name, struck)
-
-
-def _exchanges(rank, fault, timeout):
-    settings = {"replan": 2, **({"timeout": timedelta(seconds=timeout)} if timeout else {})}
-    return fit(rank, settings, 2, 4, dataset=Points(N), callbacks=[InExchange(fault)], max_epochs=1)
-
-
-class Stays(Fault):
-    """A rank does not come for longer than the strategy's timeout."""
-
-    def strike(self, injector, loss):
-        time.sleep(6.0)
-
-
-@pytest.mark.parametrize(
-    ("fault", "timeout", "words"),
-    [
-        (FAULTS[0], None, "onnection|does not answer"),
-        (FAULTS[1], None, "onnection|does not answer"),
-        pytest.param(Stays(1), 3, "imed? ?out", marks=pytest.mark.slow("waits for a timeout of seconds")),
-    ],
-    ids=str,
-)
-def test_a_rank_that_is_lost_in_an_agreement_or_stays_away_ends_all(fault, timeout, words):
-    found = run_ranks(_exchanges, 2, fault, timeout, timeout=WALL, expect_errors=True, start="fork")
-    errors = {rank: (kind, text) for rank, kind, text in found}
-    assert set(errors) == {0, 1}
-    assert (errors[fault.rank][0] == "Died") == (timeout is None)
-    kind, text = errors[1 - fault.rank]
-    assert kind != "Died"
-    assert re.search(words, text)
 
 
 # nonsense, and a full disk, are what they are under plain ddp

@@ -1,6 +1,5 @@
 """Sums, messages and gathers between ranks: flat, by clusters, of unequal numbers of rows; and calls that are stuck."""
 
-import gc
 import socket
 import threading
 from types import SimpleNamespace
@@ -358,24 +357,3 @@ def test_what_ends_in_time_is_passed_on_and_what_does_not_is_failed_for_good():
             future.wait()
     never.set_result(4)  # long after
     assert futures.fail("again", patience_s=0.0) == 0
-
-
-def _stuck(rank, folder):
-    dist.init_process_group("gloo")
-    if rank == 1:
-        while not (folder / "left").exists():
-            threading.Event().wait(0.05)
-        return None
-    futures = BucketFutures()
-    waited = futures.stand_in(dist.all_reduce(torch.ones(4), async_op=True).get_future(), CPU)
-    failed = futures.fail("Connection closed", patience_s=0.1)
-    with pytest.raises(RuntimeError, match="Connection closed"):
-        waited.wait()
-    dist.destroy_process_group()
-    gc.collect()
-    (folder / "left").touch()
-    return failed
-
-
-def test_a_process_with_a_stuck_call_leaves_its_groups(tmp_path):
-    assert run_ranks(_stuck, 2, tmp_path, start="fork") == [1, None]

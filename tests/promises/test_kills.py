@@ -13,7 +13,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -22,99 +21,84 @@ import psutil
 import pytest
 import torch
 import yaml
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import get_args_parser
 
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.failures import rank_monitor
+from tests.helpers import Points, Regressor, fit
 from tests.kept import Forked, run_kept
-from tests.preemption.runs import COMMON, kill_group, logs, run
+from tests.preemption.runs import COMMON, kill_group, run
 from tests.promises.faults import MODES, Fault, Injector
-from tests.promises.saving_script import POINTS, SAMPLES, main
-from tests.ranks import free_port, run_ranks
+from tests.ranks import run_ranks
 from tests.warm.interpreter import warmed
 
 LAUNCHED = pytest.mark.slow("starts launchers and workers, which takes seconds, and kills them")
 ROOT = Path(__file__).parents[2]
-SCRIPT, TORCHRUN = Path(__file__).with_name("saving_script.py"), Path(sys.executable).with_name("torchrun")
+TORCHRUN, SAMPLES = Path(sys.executable).with_name("torchrun"), 96
 
 
-def wait_for(condition, folder, limit=100):
-    deadline = time.monotonic() + limit
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {limit} s; the logs end with\n{logs(folder)}")
-        time.sleep(0.1)
+# torchrun
 
 
-@pytest.fixture
-def start(tmp_path):
-    """Starts a command; all that it started is ended after the test."""
-    started = []
+class Saves(Regressor):
+    """Writes its samples down, and ends with SIGKILL at the point that the file ``kill`` has for each attempt."""
 
-    def _start(*command, **env):
-        with open(tmp_path / f"log-{len(started)}", "w") as log:
-            process = subprocess.Popen(
-                list(map(str, command)),
-                env={**os.environ, **COMMON, **env},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        started.append(process)
-        return process
+    def __init__(self, folder):
+        super().__init__()
+        self.folder, self.victim = folder, None
+        self.net[0].weight.register_hook(lambda gradient: self.die("backward"))
 
-    yield _start
-    for process in started:
-        kill_group(process)
+    def on_train_start(self):
+        attempt = self.trainer.strategy.broadcast(len(list(self.folder.glob("attempt-*-0"))))
+        plans = (self.folder / "kill").read_text().splitlines()
+        if attempt < len(plans):
+            rank, point, step = plans[attempt].split()
+            self.victim = (point, int(step)) if int(rank) == self.global_rank else None
+        self.file = open(self.folder / f"attempt-{attempt}-{self.global_rank}", "w", buffering=1)  # noqa: SIM115
+        self.file.write(f"{self.trainer.global_step}\n")
+        self.trainer.strategy.barrier()
 
+    def die(self, point):
+        if self.victim is not None and self.victim[0] == point and self.trainer.global_step >= self.victim[1]:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-def torchrun(folder, *arguments, epochs=2):
-    return [TORCHRUN, "--monitor-interval=0.2", *arguments, SCRIPT, folder, 4, epochs]
+    def training_step(self, batch, batch_idx):
+        indices = batch[2][: self.trainer.strategy.engine.own_size].tolist()
+        self.file.write(json.dumps([self.trainer.global_step, self.trainer.current_epoch, indices]) + "\n")
+        return super().training_step(batch, batch_idx)
 
+    def optimizer_step(self, *args, **kwargs):
+        super().optimizer_step(*args, **kwargs)
+        self.die("optimizer")
 
-# With the agent's own store, workers that start again may meet addresses of those that were killed.
-ANEW = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-
-
-def attempts(folder):
-    """For each attempt, its first line and the steps of all ranks."""
-    found = {}
-    for path in sorted(folder.glob("attempt-*.jsonl")):
-        lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-        if lines:
-            head, steps = found.setdefault(path.name.split("-")[1], (lines[0], []))
-            steps.extend(lines[1:])
-    return [found[name] for name in sorted(found)]
+    def on_save_checkpoint(self, checkpoint):
+        self.die("saving")
 
 
-def check_samples(folder, epochs):
-    """Of each attempt counts what came before the step at which the next one went on."""
-    found = attempts(folder)
-    starts = [head["start"] for head, _ in found]
-    assert starts == sorted(starts)
-    for epoch in range(epochs):
-        taken = []
-        for (_, steps), following in zip(found, [*starts[1:], 10**9], strict=True):
-            taken += [i for s in steps if s["epoch"] == epoch and s["step"] < following for i in s["indices"]]
-        assert sorted(taken) == list(range(SAMPLES)), epoch
+def _saves(folder):
+    """A worker: it goes on from the last checkpoint, and saves each step."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    (folder / f"pid-{os.getpid()}").touch()
+    model = Saves(folder)
 
+    def dies(owner, name, point):
+        method = getattr(owner, name)
+        setattr(owner, name, lambda *args, **kwargs: model.die(point) or method(*args, **kwargs))
 
-def workers_of(folder):
-    """Workers that are still there; a process that began after a worker wrote its file only has the same number."""
-    found = []
-    for path in folder.glob("pid-*"):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(int(path.name.removeprefix("pid-")))
-            found += [process.pid] if process.create_time() <= path.stat().st_mtime + 5 else []
-    return found
-
-
-# torchrun and SLURM
+    dies(Path, "replace", "writing")
+    dies(ControlPlane, "gather", "exchange")
+    last = folder / "checkpoints" / "last.ckpt"
+    saves = ModelCheckpoint(last.parent, save_last=True, every_n_train_steps=1)
+    given = {"callbacks": [saves], "enable_checkpointing": True, "ckpt_path": last if last.exists() else None}
+    done = fit(int(os.environ["RANK"]), {"replan": 4}, 2, 4, model=model, dataset=Points(SAMPLES), **given)
+    (folder / "done").write_text(str(done["steps"]))
 
 
 def _agent(_rank, folder, restarts):
     """What ``torchrun --standalone --nproc_per_node=2`` does, with workers that are forked: they need not import."""
-    warnings.simplefilter("default")  # Lightning warns of a folder with checkpoints in it
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -126,33 +110,45 @@ def _agent(_rank, folder, restarts):
         monitor_interval=0.05,
         start_method="fork",
     )
-    elastic_launch(config, main)(folder, 4, 2)
+    elastic_launch(config, _saves)(folder)
 
 
 @pytest.fixture
 def agent(tmp_path):
-    """Runs an agent on a script that holds itself to the file ``kill``; its errors. No worker outlives the test."""
+    """Runs an agent; its errors. No worker may outlive it."""
 
     def _agent_of(kills, restarts):
         (tmp_path / "kill").write_text(kills)
-        return run_ranks(_agent, 1, tmp_path, restarts, timeout=60, env=ANEW, expect_errors=True, start="fork")
+        # with the agent's own store, workers that start again may meet addresses of those that were killed
+        anew = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return run_ranks(_agent, 1, tmp_path, restarts, timeout=60, env=anew, expect_errors=True, start="fork")
 
     yield _agent_of
-    for pid in workers_of(tmp_path):
-        os.kill(pid, signal.SIGKILL)
+    left = []
+    for path in tmp_path.glob("pid-*"):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(int(path.name.removeprefix("pid-")))
+            left += [process] if process.create_time() <= path.stat().st_mtime + 5 else []  # else it is another one
+    for process in left:
+        process.kill()
+    assert not left
 
 
 @LAUNCHED
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", ["backward", "optimizer", "saving", "writing", "exchange"])
 def test_workers_killed_and_started_again(agent, tmp_path, point):
-    second = 0 if point == "writing" else 1  # rank 0 writes
+    """``saving`` is before the checkpoint's file is there, ``writing`` before it is whole: rank 0 writes it."""
+    second = 0 if point == "writing" else 1
     assert agent(f"0 {point} 3\n{second} {point} 14\n", restarts=2) == []
-    assert json.loads((tmp_path / "done").read_text()) == {"step": 24, "world": 2}
-    check_samples(tmp_path, 2)
-    known = [len(head["known"]) for head, _ in attempts(tmp_path)]
-    assert len(known) == 3
-    assert (known[0], known[2]) == (0, 2), "time models are known after a restart"
-    assert workers_of(tmp_path) == []
+    assert (tmp_path / "done").read_text() == "24"
+    attempts = [[path.read_text().splitlines() for path in tmp_path.glob(f"attempt-{i}-*")] for i in range(3)]
+    starts = [int(ranks[0][0]) for ranks in attempts]
+    assert 0 == starts[0] < starts[1] < starts[2]
+    taken = {0: [], 1: []}
+    for ranks, following in zip(attempts, [*starts[1:], 24], strict=True):  # what was not saved was done again
+        for step, epoch, indices in (json.loads(line) for rank in ranks for line in rank[1:] if line.endswith("]")):
+            taken[epoch] += indices if step < following else []
+    assert [sorted(indices) for indices in taken.values()] == [list(range(SAMPLES))] * 2
 
 
 @LAUNCHED
@@ -161,41 +157,6 @@ def test_more_kills_than_restarts_are_an_error(agent, tmp_path):
     assert kind == "ChildFailedError"
     assert "Signal 9 (SIGKILL) received" in message
     assert not (tmp_path / "done").exists()
-    assert workers_of(tmp_path) == []
-
-
-@LAUNCHED
-@pytest.mark.timeout(600)
-def test_a_machine_leaves_and_another_comes(start, tmp_path):
-    """Two machines, one is switched off, the other goes on alone, a third joins."""
-    (tmp_path / "slow").touch()
-    rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=elastic")
-    timeouts = "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=100"
-    arguments = ("--nnodes=1:3", "--nproc_per_node=1", "--max-restarts=5", *rendezvous, timeouts)
-    command = torchrun(tmp_path, *arguments, epochs=12)
-
-    def reached(world, after=0):
-        found = attempts(tmp_path)
-        return len(found) > after and found[-1][0]["world"] == world and len(found[-1][1]) >= 4 * world
-
-    first = start(*command, **ANEW)
-    time.sleep(1)
-    second = start(*command, **ANEW)
-    wait_for(lambda: reached(2), tmp_path)
-    kill_group(second)
-    before = len(attempts(tmp_path))
-    wait_for(lambda: reached(1, before), tmp_path)
-    third = start(*command, **ANEW)
-    before = len(attempts(tmp_path))
-    wait_for(lambda: reached(2, before), tmp_path)
-    (tmp_path / "slow").unlink()
-    wait_for(lambda: first.poll() is not None and third.poll() is not None, tmp_path)
-    assert (first.returncode, third.returncode) == (0, 0), logs(tmp_path)
-    check_samples(tmp_path, 12)
-    assert attempts(tmp_path)[-1][0]["known"], "time models are known after restarts"
-    worlds = [head["world"] for head, _ in attempts(tmp_path)]
-    assert worlds[-1] == 2
-    assert 1 in worlds
 
 
 def documented_commands():
@@ -238,38 +199,44 @@ torch.save(done["weights"], folder / f"done-{os.environ['LIGHTNING_HETERO_SLOT']
 
 
 @LAUNCHED
-def test_torchrun_with_keepers_goes_on_without_a_killed_worker(start, tmp_path):
+def test_torchrun_with_keepers_goes_on_without_a_killed_worker(tmp_path):
     """The command of the documentation."""
     (tmp_path / "train.py").write_text(KEPT)
     keeper = ("--standalone", "--nproc-per-node=3", "-m", "lightning_hetero.keeper", "--max-restarts=2")
-    process = start(*warmed(TORCHRUN, *keeper, tmp_path / "train.py", tmp_path), PYTHONPATH=str(ROOT))
-    wait_for(lambda: process.poll() is not None, tmp_path, 150)
-    text = (tmp_path / "log-0").read_text()
+    with open(tmp_path / "log", "w+") as log:
+        process = subprocess.Popen(
+            warmed(TORCHRUN, *keeper, tmp_path / "train.py", tmp_path),
+            env={**os.environ, **COMMON, "PYTHONPATH": str(ROOT)},
+            stdout=log,
+            stderr=log,
+        )
+        try:
+            process.wait(150)
+        finally:
+            kill_group(process)
+    text = (tmp_path / "log").read_text()
     assert process.returncode == 0, text[-5000:]
     assert "worker 1 was lost" in text
     assert "training goes on in step 6 with workers 0, 2" in text
-    ends = {path.name: torch.load(path, weights_only=False) for path in tmp_path.glob("done-*")}
-    assert set(ends) == {"done-0", "done-1", "done-2"}
-    assert all((weights == ends["done-0"]).all() for weights in ends.values())
+    ends = [torch.load(tmp_path / f"done-{slot}", weights_only=False) for slot in range(3)]
+    assert all((weights == ends[0]).all() for weights in ends)
 
 
 @LAUNCHED
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends a worker with its keeper on Linux")
-def test_a_worker_ends_with_its_keeper(start, tmp_path):
-    code = f"""
+def test_a_worker_ends_with_its_keeper():
+    code = """
 import sys, torch.distributed as dist
 from lightning_hetero.comm.membership.slots import SlotBoard
 from lightning_hetero.keeper import Keeper
-worker = "import os, time; open({str(tmp_path / "pid")!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+worker = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 Keeper([sys.executable, "-c", worker], SlotBoard(dist.HashStore()), slot=0, slots=1).run()
 """
-    process = start(sys.executable, "-c", code)
-    wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), tmp_path)
-    worker = int((tmp_path / "pid").read_text())
-    process.kill()
-    process.wait()
-    with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(worker).wait(timeout=30)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        worker = int(process.stdout.readline())
+        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(worker).wait(timeout=30)
     assert not psutil.pid_exists(worker)
 
 

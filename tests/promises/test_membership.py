@@ -5,22 +5,18 @@ Keepers and workers are threads of this process, by a clock that is counted, and
 
 import sys
 import time
-from functools import partial
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from lightning_hetero.comm.membership import roster as module
-from lightning_hetero.comm.membership.group_sockets import connect, making_group, shut_down_groups
+from lightning_hetero.comm.membership.group_sockets import making_group, shut_down_groups
 from lightning_hetero.comm.membership.members import Generation, Member, MembershipError, TrainingOverError
 from lightning_hetero.comm.membership.members_watch import STUCK
 from lightning_hetero.comm.membership.roster import Roster, RosterSettings
 from lightning_hetero.comm.membership.slots import GONE, OVER, RUNS, SILENT, Pulse, Slot, SlotBoard
-from lightning_hetero.comm.membership.state_transfer import WorkerState, newest_state
 from lightning_hetero.strategies._lightning.membership.launcher import lost_connection
 from tests.promises.virtual import VirtualTime
-from tests.ranks import run_ranks
 
 SLOTS, SETTINGS = 3, RosterSettings(poll_s=0.25)
 
@@ -367,76 +363,7 @@ def test_a_generation_is_whole_for_whoever_reads_the_newest_at_any_moment():
     assert seen == [None, generations[0], generations[0], generations[1]]
 
 
-# the state that workers go on from
-
-NEW, OLD = (8, 0, 8), (7, 0, 7)
-STATES = {
-    # brought by each rank: progress, rank before, name; then whose checkpoint, shared part and own part each has
-    "alike": ([(NEW, 0, "a"), (NEW, 2, "b")], ["a", "b"], "a", [("a", True), ("b", True)]),
-    "a newcomer": ([None, (NEW, 2, "b"), (NEW, 1, "c")], ["c", "b", "c"], "c", [None, ("b", True), ("c", True)]),
-    # another has completed the step with what this one has sent: it is not done again
-    "one is behind": ([(OLD, 0, "a"), (NEW, 1, "b")], ["b", "b"], "b", [("a", False), ("b", True)]),
-    "nobody has one": ([None, None], None, None, None),
-}
-
-
-def _states(rank, brought):
-    dist.init_process_group("gloo")
-    mine = None
-    if brought[rank] is not None:
-        progress, before, name = brought[rank]
-        checkpoint = {"name": name, "weights": torch.full((2,), float(before))}
-        mine = WorkerState(progress, before, checkpoint, {"from": name}, lambda again: {"of": name, "again": again})
-    found = newest_state(mine)
-    if found is None:
-        return None
-    weights = found.checkpoint["weights"].tolist()
-    return found.progress, found.checkpoint["name"], weights, found.shared, found.own(True)
-
-
-@pytest.mark.parametrize("case", STATES)
-def test_workers_go_on_from_the_newest_state_and_keep_what_is_their_own(case):
-    brought, names, shared, own = STATES[case]
-    found = run_ranks(_states, len(brought), brought)
-    if names is None:
-        assert found == [None, None]
-        return
-    before = {name: rank for given in brought if given for _, rank, name in [given]}
-    for one, name, mine in zip(found, names, own, strict=True):
-        progress, checkpoint, weights, common, kept = one
-        assert (progress, checkpoint, common) == (NEW, name, {"from": shared})
-        assert weights == [float(before[name])] * 2
-        assert kept == ({} if mine is None else {"of": mine[0], "again": mine[1]})
-
-
 # connections
-
-
-def _waits(rank):
-    """Rank 1 never comes: it is not lost, so that the call of rank 0 would wait for half an hour."""
-    dist.init_process_group("gloo")
-    group = connect(partial(dist.new_group, backend="gloo"), None)
-    value, store = torch.ones(4), dist.distributed_c10d._get_default_store()
-    if rank == 1:
-        time.sleep(2.5)  # longer than a group may take to be made: as a long step
-    dist.all_reduce(value, group=group)
-    if rank == 1:
-        store.get("left")
-        return None
-    work = dist.all_reduce(value, group=group, async_op=True)
-    closed = shut_down_groups()
-    try:
-        work.wait()
-    except RuntimeError as error:
-        store.set("left", "")
-        return closed, lost_connection(error), shut_down_groups()
-
-
-def test_a_call_that_waits_fails_when_the_connections_of_its_group_are_shut_down():
-    closed, lost, again = run_ranks(_waits, 2)[0]
-    assert closed >= 1
-    assert lost
-    assert again == 0, "each is shut down once"
 
 
 def test_only_connections_of_groups_are_shut_down():
