@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import weakref
 from datetime import timedelta
 from unittest import mock
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from lightning_hetero.comm.failures.failure import of_connection
 from lightning_hetero.comm.failures.failure_watch import FailureWatch, end_abandoned_watches
 from lightning_hetero.comm.failures.main_thread import debugged
-from lightning_hetero.comm.failures.store_calls import StoreCalls
 from tests.promises.virtual import VirtualTime
 from tests.ranks import run_ranks
 
@@ -582,21 +580,6 @@ def test_which_errors_may_follow_from_those_of_other_ranks(error, follows):
     if error is not None:
         error.__cause__ = late  # a circle
         assert of_connection(late) is follows
-
-
-def test_a_call_to_a_store_that_does_not_answer_is_given_up(clock, caplog):
-    calls = StoreCalls(30.0, 10.0)
-    assert calls(lambda: 3) == 3
-    with pytest.raises(ZeroDivisionError):
-        calls(lambda: 1 / 0)
-    with pytest.raises(TimeoutError):
-        calls(lambda: time.sleep(100.0))
-    assert clock.now == 1030.0
-    assert "10 s" in caplog.text
-    calls.close()
-    clock.pass_(100.0)
-    assert calls(lambda: 4) == 4, "another thread is started"
-    calls.close()
 
 
 def test_a_debugger_of_the_main_thread_is_found_from_others():

@@ -160,23 +160,30 @@ def test_a_signal_of_the_users_reaches_the_worker_which_is_started_again_when_it
 
 
 @pytest.mark.parametrize(
-    ("pulses", "silence", "killed"),
+    ("lasts", "pulses", "finished", "silence", "code", "lives", "seconds"),
     [
-        ([], {}, None),  # its imports may take long
-        ([(50, 100)], {}, 129.0),
-        ([(50, 100)], {"silence": 200.0}, 299.0),
-        ([(0, 100), (120, 900)], {}, None),
+        (700.0, [], False, 30.0, 0, 1, 700.0),  # its imports may take long
+        (700.0, [(50, 100, "")], False, 30.0, 0, 2, 129.0 + 5.0),
+        (700.0, [(50, 100, "")], False, 200.0, 0, 2, 299.0 + 5.0),
+        (700.0, [(0, 100, ""), (120, 900, "")], False, 30.0, 0, 1, 700.0),
+        (700.0, [(0, 1, "7")], True, 30.0, 128 + signal.SIGKILL, 1, 30.0),  # stopped after its training: it fails
+        # an interpreter that ends gives no signs any more, and may have much to do
+        (50.0, [(0, 1, "ends")], False, 30.0, 0, 1, 50.0),
+        (700.0, [(0, 1, "ends")], False, 30.0, 0, 2, 60.0 + 5.0),
+        (700.0, [(0, 1, "ends")], True, 30.0, 0, 1, 60.0),
     ],
-    ids=["no sign yet", "falls silent", "longer, as set", "a short silence"],
 )
-def test_a_worker_that_falls_silent_is_killed_after_half_a_minute_and_started_again(kept, pulses, silence, killed):
-    job = kept((700.0, 0), (5.0, 0), **silence)
-    for begin, end in pulses:
-        job.pulses(begin, end)
-    assert job.run() == 0
-    assert [process.signals for process in job.lives.started] == ([[signal.SIGKILL], []] if killed else [[]])
-    end = killed + 5.0 if killed else 700.0
-    assert end - 1.0 <= job.clock.now - 1000.0 <= end + 6.0
+def test_a_worker_that_falls_silent_is_killed_after_half_a_minute_and_started_again(
+    kept, lasts, pulses, finished, silence, code, lives, seconds
+):
+    job = kept((lasts, 0), (5.0, 0), silence=silence)
+    for begin, end, sign in pulses:
+        job.pulses(begin, end, sign)
+    if finished:
+        job.board.finish(1, 0)
+    assert job.run() == code
+    assert len(job.lives.started) == lives
+    assert seconds - 1.0 <= job.clock.now - 1000.0 <= seconds + 6.0
 
 
 @pytest.mark.parametrize(("finished", "lives"), [(None, 2), (0, 1)])
@@ -204,27 +211,6 @@ def test_a_worker_without_a_sign_is_killed_if_it_is_stopped_or_training_is_over(
 
 
 REAL_POPEN = subprocess.Popen
-
-
-@pytest.mark.parametrize(
-    ("sign", "lasts", "finished", "code", "lives"),
-    [
-        ("ends", 50.0, False, 0, 1),
-        ("ends", 700.0, False, 0, 2),
-        ("ends", 700.0, True, 0, 1),
-        ("7", 700.0, True, 128 + signal.SIGKILL, 1),  # it was stopped after its training
-    ],
-)
-def test_an_interpreter_that_ends_gets_a_minute_and_fails_nothing_after_its_training(
-    kept, sign, lasts, finished, code, lives
-):
-    """It gives no signs any more, and may have much to do."""
-    job = kept((lasts, 0), (5.0, 0))
-    job.pulses(0, 1, sign)
-    if finished:
-        job.board.finish(1, 0)
-    assert job.run() == code
-    assert len(job.lives.started) == lives
 
 
 def test_a_lost_store_ends_the_worker_and_its_keeper(kept, monkeypatch, caplog):

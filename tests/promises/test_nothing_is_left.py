@@ -223,8 +223,9 @@ def _leaves(rank, folder, stuck, dropped):
     return x.item(), is_stuck, [name for name, group in gone.items() if group() is not None]
 
 
-@pytest.mark.parametrize("dropped", ["before", "ended", "held", "late"])
-@pytest.mark.parametrize("stuck", ["default", "own"])
+@pytest.mark.parametrize(
+    ("stuck", "dropped"), [("default", "before"), ("own", "ended"), ("default", "held"), ("own", "late")]
+)
 def test_a_worker_begins_anew_while_a_call_of_its_earlier_groups_is_stuck(tmp_path, stuck, dropped):
     """Whoever frees the last reference to a group waits for its calls: not the worker, for which all others wait."""
     first, seen = run_ranks(_leaves, 2, tmp_path, stuck, dropped, start="fork")
