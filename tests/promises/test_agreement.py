@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import lightning_hetero
-from lightning_hetero.comm.agreement.backends import backend_of, check_backends
 from lightning_hetero.comm.agreement.control_plane import ControlPlane, before_another
 from lightning_hetero.comm.agreement.notices import Notices
 from lightning_hetero.comm.agreement.plan_log import SplitLog
@@ -195,20 +194,6 @@ def test_a_loader_worker_opens_the_store_of_the_job_if_it_can(tmp_path, monkeypa
 
 
 # backends
-
-
-@pytest.mark.parametrize(
-    ("config", "cpu", "cuda"),
-    [("gloo", "gloo", "gloo"), ("nccl", "", "nccl"), ("cpu:gloo,cuda:nccl", "gloo", "nccl"), ("cpu:gloo", "gloo", "")],
-)
-def test_a_device_has_its_own_backend_and_all_ranks_need_the_same(monkeypatch, config, cpu, cuda):
-    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: config)
-    assert (backend_of(torch.device("cpu")), backend_of(torch.device("cuda", 0))) == (cpu, cuda)
-    for kind in ("cpu", "cuda"):
-        refused = error_of(lambda kind=kind: check_backends([(config, kind), ("gloo", "cpu")]))
-        assert (refused is None) == (config == "gloo")
-        assert refused is None or "rank 0" in refused[1]
-    check_backends([(config, "cuda")])
 
 
 def _bound(rank):
