@@ -233,8 +233,8 @@ def _pings(rank):
 
 
 def test_each_two_ranks_are_timed_and_all_ranks_know_all_times():
-    """Links that differ by less than three times are no clusters."""
-    found = [[0.0, 0.25, 0.25], [0.25, 0.0, 0.5], [0.25, 0.5, 0.0]], ((0,), (1,), (2,))
+    """Links that differ by less than three times are those of one cluster."""
+    found = [[0.0, 0.25, 0.25], [0.25, 0.0, 0.5], [0.25, 0.5, 0.0]], ((0, 1, 2),)
     assert run_ranks(_pings, 3) == [found] * 3
 
 
