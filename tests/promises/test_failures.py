@@ -548,6 +548,7 @@ def _forks(rank, path):
         watches[0].explain(error)
         for watch in watches:
             watch.close()
+        end_abandoned_watches()
     return str(error)
 
 
