@@ -61,7 +61,7 @@ ROWS = (
         ),
         "45 s until all have ended; each restart loses the steps since the last checkpoint; under a keeper, one step "
         "is done again",
-        ("Kill", "Segfault"),
+        ("Kill",),
         "That survivors keep their processes with NCCL, or outside of Lightning's `hetero_ddp`.",
     ),
     Row(
@@ -86,12 +86,11 @@ ROWS = (
         "A process that is killed between two collectives, in an agreement on a plan, or while it writes a checkpoint "
         "leaves no partial update and no partial file: survivors have equal weights, and the last checkpoint loads.",
         (
-            f"{ALL}::test_a_rank_that_is_lost_in_an_agreement_or_stays_away_ends_all",
             f"{KILLS}::test_workers_killed_and_started_again",
             f"{FILES}::test_a_file_is_whole_at_every_moment",
         ),
         "45 s",
-        ("Kill", "LinkCut"),
+        ("Kill", "KillInAgreement", "LinkCut"),
         "Equal weights of survivors if the process is killed in the middle of a sum, which some may have received.",
     ),
     Row(
@@ -99,7 +98,7 @@ ROWS = (
         "A machine can leave, come back, or be replaced: torchrun restarts the workers with their new number, and each "
         "sample still counts once an epoch. Under a keeper, a worker that comes back joins the running training, also "
         "if it is lost again.",
-        ("tests/lightning/test_members.py", f"{KILLS}::test_a_machine_leaves_and_another_comes", RESUME),
+        ("tests/lightning/test_members.py", RESUME),
         "one restart for each change",
         reason="Growing pauses between restarts.",
     ),
@@ -122,7 +121,6 @@ ROWS = (
             f"{ALL}::test_plan_moves_away_from_a_slow_loader",
         ),
         "a few changes of the split; no change under noise alone",
-        ("Slow",),
     ),
     Row(
         "R8",
@@ -133,7 +131,6 @@ ROWS = (
             f"{FAILURES}::test_a_rank_that_goes_on_is_said_to_and_nobody_ends",
             f"{FAILURES}::test_an_error_says_who_was_waited_for",
             f"{KILLS}::test_a_process_that_is_stopped_for_ever_is_named_and_ends_the_job_in_every_front_end",
-            f"{ALL}::test_a_rank_that_is_lost_in_an_agreement_or_stays_away_ends_all",
         ),
         "named after half a minute, all ended after a minute, or 3 s after the strategy's `timeout` if that is shorter",
         ("Freeze", "Pause"),
@@ -155,7 +152,6 @@ ROWS = (
             "tests/modes/test_elastic.py",
             f"{HEALTH}::test_a_skipped_step_leaves_weights_and_momentum_as_they_are",
             f"{HEALTH}::test_stopping_is_an_error_on_all_ranks_that_names_rank_and_batch",
-            f"{ALL}::test_nan_on_one_rank_is_what_it_is_under_ddp",
             f"{TOPK}::test_a_gradient_that_is_not_finite_is_left_out_on_all_ranks",
             TOPK,
             "tests/decisions/test_noise_scale.py::test_nan_and_inf_in_one_workers_gradient_leave_the_estimate_finite",
@@ -203,7 +199,7 @@ ROWS = (
         "R14",
         "Ranks that hold different plans, or expect the next sync round at different steps, raise the same error "
         "before the next step.",
-        (f"{ALL}::test_a_decision_that_one_rank_has_lost_is_an_error_on_all",),
+        (),
         "the sync round in which it happens",
         ("WrongPlan",),
         "That the plan is sent again: a rank that has lost it is no longer in step.",
@@ -273,7 +269,7 @@ ROWS = (
     Row(
         "R20",
         "Clocks of hosts may differ, and may be set while training runs.",
-        (f"{ALL}::test_clocks_of_hosts_may_differ",),
+        (),
         "5 hours",
         ("ClockJump",),
     ),

@@ -4,7 +4,6 @@ Each rank leaves a file ``rank-N`` with its process number when it has trained a
 that it has made when it ends by itself. Checkpoints go to the folder ``saved``.
 """
 
-import faulthandler
 import logging
 import os
 import signal
@@ -15,59 +14,12 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from _modes import LIGHTNING, ROUNDS, Regressor, network, points
 
 ENDLESS = 10**9
-ROUNDS = {"replan": 20}
-TOPK = {"compression": "block_topk"}
-SLURMS = signal.SIGUSR1
-"""Signal by which SLURM asks to requeue, by default."""
-
-
-def hetero(**settings):
-    from lightning_hetero import HeteroDDPStrategy
-
-    return HeteroDDPStrategy(**ROUNDS, **settings), []
-
-
-def adaptive():
-    from lightning_hetero import AdaptiveBatchCallback
-
-    strategy, _ = hetero()
-    return strategy, [AdaptiveBatchCallback(16)]
-
-
-def elastic():
-    from lightning_hetero import HeteroElasticStrategy
-
-    return HeteroElasticStrategy(mega_batch_size=40), []
-
-
-def fsdp():
-    from lightning_hetero import HeteroFSDPStrategy
-
-    return HeteroFSDPStrategy(**ROUNDS), []
-
-
-MODES = {
-    "plain": hetero,
-    "block top-k": lambda: hetero(**TOPK),
-    "stale": lambda: hetero(staleness=1),
-    "stale block top-k": lambda: hetero(**TOPK, staleness=1),
-    "hierarchy": lambda: hetero(hierarchy=[[0], [1]]),
-    "adaptive": adaptive,
-    "elastic": elastic,
-    "fsdp": fsdp,
-}
-
-
-def network():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
-
-
-def points(samples=200):
-    return TensorDataset(torch.randn(samples, 5), torch.randn(samples, 1))
 
 
 class Steps:
@@ -76,16 +28,20 @@ class Steps:
     def __init__(self, folder):
         self.folder, self.count = folder, 0
 
+    def leave(self, name, number):
+        """Leave a file that is whole when it is there."""
+        whole = self.folder / f".{name}-{os.getpid()}"
+        whole.write_text(str(number))
+        whole.rename(self.folder / f"{name}-{os.environ.get('RANK', os.environ.get('LOCAL_RANK', '0'))}")
+
     def add(self):
         self.count += 1
         if self.count == 1:
-            whole = self.folder / f".rank-{os.getpid()}"
-            whole.write_text(str(os.getpid()))
-            whole.rename(self.folder / f"rank-{os.environ.get('RANK', os.environ.get('LOCAL_RANK', '0'))}")
+            self.leave("rank", os.getpid())
         time.sleep(0.001)
 
     def end(self):
-        (self.folder / f"ended-{os.environ.get('RANK', os.environ.get('LOCAL_RANK', '0'))}").write_text(str(self.count))
+        self.leave("ended", self.count)
 
 
 def lightning(folder, mode, steps):
@@ -93,44 +49,35 @@ def lightning(folder, mode, steps):
     import lightning as L
     from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-    class Model(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = network()
-
+    class Model(Regressor):
         def training_step(self, batch, batch_idx):
             steps.add()
-            return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+            return super().training_step(batch, batch_idx)
 
         def validation_step(self, batch, batch_idx):
-            self.log("loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
+            self.log("loss", super().training_step(batch, batch_idx), sync_dist=True)
 
     class Ended(L.Callback):
         def on_exception(self, trainer, pl_module, exception):
             steps.end()
 
-    strategy, callbacks = MODES[mode]()
+    strategy, callbacks = LIGHTNING[mode]
+    saved = OnExceptionCheckpoint(folder / "saved"), ModelCheckpoint(folder / "regular", save_last=True)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=strategy,
+        strategy=strategy(),
         max_epochs=ENDLESS,
-        callbacks=[
-            *callbacks,
-            OnExceptionCheckpoint(folder / "saved"),
-            ModelCheckpoint(folder / "regular", save_last=True),
-            Ended(),
-        ],
+        callbacks=[*callbacks(), *saved, Ended()],
         default_root_dir=folder,
+        val_check_interval=50,
+        limit_val_batches=2,
         num_sanity_val_steps=0,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Model(), DataLoader(points(), 2, shuffle=True), DataLoader(points(8), 2))
+    trainer.fit(Model(), DataLoader(points(), 2, shuffle=True), DataLoader(points(), 2))
 
 
 def fabric(folder, mode, steps):
@@ -252,30 +199,15 @@ def own(folder, mode, steps):
                 return
 
 
-def deaf(folder, mode, steps):
-    """Does not end when it is told to."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    while True:
-        steps.add()
-
-
-def careless(folder, mode, steps):
-    """Ends at once, and saves nothing."""
-    while True:
-        steps.add()
-
-
-FRONT_ENDS = {one.__name__: one for one in (lightning, fabric, accelerate, transformers, own, deaf, careless)}
+FRONT_ENDS = {one.__name__: one for one in (lightning, fabric, accelerate, transformers, own)}
 
 
 def main(folder, front_end, mode):
-    with open(Path(folder) / f"stacks-{os.getpid()}", "w") as stacks:
-        faulthandler.register(signal.SIGUSR2, file=stacks)
-        torch.set_num_threads(1)
-        warnings.filterwarnings("ignore")
-        for name in ("lightning.pytorch", "lightning.fabric"):
-            logging.getLogger(name).setLevel(logging.WARNING)
-        FRONT_ENDS[front_end](Path(folder), mode, Steps(Path(folder)))
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    FRONT_ENDS[front_end](Path(folder), mode, Steps(Path(folder)))
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ from pathlib import Path
 import psutil
 import torch
 
-from tests.preemption.job import MODES, SLURMS
 from tests.ranks import free_port
 from tests.warm.interpreter import warmed
 
 JOB = Path(__file__).with_name("job.py")
 BIN = Path(sys.executable).parent
+MODES = ("plain", "block top-k", "stale", "stale block top-k", "hierarchy", "adaptive", "elastic", "fsdp")
 BEGIN_S, END_S = 60.0, 30.0
 """Longest wait for a job's first step, and for its end after the signal: the grace time of torchrun, and of SLURM."""
 COMMON = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -41,6 +41,20 @@ ENDED = {  # exit codes of the launcher: if the ranks are told, if the launcher 
     "launch": (0, 143),
     "slurm": (0, 0),
 }
+
+
+def logs(folder):
+    """How the logs end of all that was started in a folder."""
+    return "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("log-*")))
+
+
+def kill_group(process):
+    """End a process and those that it has started at once, as a machine that is switched off does."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for victim in [*psutil.Process(process.pid).children(recursive=True), process]:
+            with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+                victim.kill()
+    process.wait()
 
 
 @dataclass
@@ -100,9 +114,6 @@ class Job:
             time.sleep(0.01)
         return found
 
-    def logs(self):
-        return "\n".join(path.read_text()[-3000:] for path in sorted(self.folder.glob("log-*")))
-
     def ranks(self):
         """Process numbers of the ranks, once both have trained a step.
 
@@ -111,7 +122,7 @@ class Job:
         """
         found = self.wait_for("rank-*", 2, BEGIN_S)
         if len(found) < 2:
-            raise RuntimeError(f"the job did not begin\n{self.logs()}")
+            raise RuntimeError(f"the job did not begin\n{logs(self.folder)}")
         return [int(path.read_text()) for path in found]
 
     def wait(self, limit):
@@ -124,23 +135,9 @@ class Job:
             codes.append(process.poll())
         return codes
 
-    def stacks(self, ranks):
-        """Where the ranks are."""
-        for pid in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGUSR2)
-        time.sleep(0.5)
-        return "\n".join(path.read_text() for path in self.folder.glob("stacks-*"))
-
     def close(self):
         for process in self.processes:
-            family = [process]
-            with contextlib.suppress(psutil.NoSuchProcess):
-                family += psutil.Process(process.pid).children(recursive=True)
-            for one in family:
-                with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-                    one.kill()
-            process.wait()
+            kill_group(process)
         for path in self.folder.glob("rank-*"):  # those that the warm interpreter started
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(path.read_text()), signal.SIGKILL)
@@ -160,7 +157,7 @@ def tell(job, ranks, whom, rng):
 def requeue(job, ranks, rng):
     """Send SLURM's signal to all ranks, and wait until the job has been queued again; what is wrong."""
     for pid in rng.sample(ranks, 2):
-        os.kill(pid, SLURMS)
+        os.kill(pid, signal.SIGUSR1)
         time.sleep(rng.uniform(0, 0.004))
     if not job.wait_for("requeued", 1, END_S):
         return "was not queued again"
@@ -207,14 +204,14 @@ def run(launcher, front_end, mode, whom, rng):
             left = [pid for pid in ranks if not gone(pid, began + END_S)]
             outcome.seconds = time.monotonic() - began
             if None in codes or left:
-                outcome.hang = job.stacks(ranks) + job.logs()
+                outcome.hang = f"{codes}, left: {left}\n{logs(job.folder)}"
                 return outcome
             expected = ENDED[launcher][whom == "launcher"]
             if set(codes) != {expected}:
-                outcome.code = f"{codes}\n{job.logs()}"
+                outcome.code = f"{codes}\n{logs(job.folder)}"
             steps = [path.read_text() for path in sorted(job.folder.glob("ended-*"))]
             if len(steps) < 2 or (len(set(steps)) > 1 and mode != "elastic"):
-                outcome.steps = f"{steps}\n{job.logs()}"
+                outcome.steps = f"{steps}\n{logs(job.folder)}"
             outcome.checkpoint = wrong or readable(job.folder / "saved")
             if launcher == "slurm" and not outcome.checkpoint:
                 outcome.checkpoint = "" if list(job.folder.glob("hpc_ckpt_*.ckpt")) else "SLURM's is missing"

@@ -13,7 +13,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -22,115 +21,84 @@ import psutil
 import pytest
 import torch
 import yaml
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.run import get_args_parser
 
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.failures import rank_monitor
+from tests.helpers import Points, Regressor, fit
 from tests.kept import Forked, run_kept
-from tests.preemption import runs
+from tests.preemption.runs import COMMON, kill_group, run
 from tests.promises.faults import MODES, Fault, Injector
-from tests.promises.saving_script import POINTS, SAMPLES, main
-from tests.ranks import free_port, run_ranks
-from tests.warm.interpreter import warm_python, warmed
+from tests.ranks import run_ranks
+from tests.warm.interpreter import warmed
 
 LAUNCHED = pytest.mark.slow("starts launchers and workers, which takes seconds, and kills them")
 ROOT = Path(__file__).parents[2]
-SCRIPT, TORCHRUN = Path(__file__).with_name("saving_script.py"), Path(sys.executable).with_name("torchrun")
-COMMON = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+TORCHRUN, SAMPLES = Path(sys.executable).with_name("torchrun"), 96
 
 
-def kill_group(process):
-    """End an agent and its workers at once, as a machine that is switched off does."""
-    children = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        children = psutil.Process(process.pid).children(recursive=True)
-    for victim in [process, *children]:
-        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-            victim.send_signal(signal.SIGKILL)
-    process.wait()
+# torchrun
 
 
-def logs(folder):
-    return "\n".join(path.read_text()[-3000:] for path in sorted(folder.glob("log-*")))
+class Saves(Regressor):
+    """Writes its samples down, and ends with SIGKILL at the point that the file ``kill`` has for each attempt."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder, self.victim = folder, None
+        self.net[0].weight.register_hook(lambda gradient: self.die("backward"))
+
+    def on_train_start(self):
+        attempt = self.trainer.strategy.broadcast(len(list(self.folder.glob("attempt-*-0"))))
+        plans = (self.folder / "kill").read_text().splitlines()
+        if attempt < len(plans):
+            rank, point, step = plans[attempt].split()
+            self.victim = (point, int(step)) if int(rank) == self.global_rank else None
+        self.file = open(self.folder / f"attempt-{attempt}-{self.global_rank}", "w", buffering=1)  # noqa: SIM115
+        self.file.write(f"{self.trainer.global_step}\n")
+        self.trainer.strategy.barrier()
+
+    def die(self, point):
+        if self.victim is not None and self.victim[0] == point and self.trainer.global_step >= self.victim[1]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def training_step(self, batch, batch_idx):
+        indices = batch[2][: self.trainer.strategy.engine.own_size].tolist()
+        self.file.write(json.dumps([self.trainer.global_step, self.trainer.current_epoch, indices]) + "\n")
+        return super().training_step(batch, batch_idx)
+
+    def optimizer_step(self, *args, **kwargs):
+        super().optimizer_step(*args, **kwargs)
+        self.die("optimizer")
+
+    def on_save_checkpoint(self, checkpoint):
+        self.die("saving")
 
 
-def wait_for(condition, folder, limit=100):
-    deadline = time.monotonic() + limit
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {limit} s; the logs end with\n{logs(folder)}")
-        time.sleep(0.1)
+def _saves(folder):
+    """A worker: it goes on from the last checkpoint, and saves each step."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    (folder / f"pid-{os.getpid()}").touch()
+    model = Saves(folder)
 
+    def dies(owner, name, point):
+        method = getattr(owner, name)
+        setattr(owner, name, lambda *args, **kwargs: model.die(point) or method(*args, **kwargs))
 
-@pytest.fixture
-def start(tmp_path):
-    """Starts a command; all that it started is ended after the test."""
-    started = []
-
-    def _start(*command, **env):
-        with open(tmp_path / f"log-{len(started)}", "w") as log:
-            process = subprocess.Popen(
-                list(map(str, command)),
-                env={**os.environ, **COMMON, **env},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        started.append(process)
-        return process
-
-    yield _start
-    for process in started:
-        kill_group(process)
-
-
-def torchrun(folder, *arguments, epochs=2):
-    return [TORCHRUN, "--monitor-interval=0.2", *arguments, SCRIPT, folder, 4, epochs]
-
-
-# With the agent's own store, workers that start again may meet addresses of those that were killed.
-ANEW = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-
-
-def attempts(folder):
-    """For each attempt, its first line and the steps of all ranks."""
-    found = {}
-    for path in sorted(folder.glob("attempt-*.jsonl")):
-        lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-        if lines:
-            head, steps = found.setdefault(path.name.split("-")[1], (lines[0], []))
-            steps.extend(lines[1:])
-    return [found[name] for name in sorted(found)]
-
-
-def check_samples(folder, epochs):
-    """Of each attempt counts what came before the step at which the next one went on."""
-    found = attempts(folder)
-    starts = [head["start"] for head, _ in found]
-    assert starts == sorted(starts)
-    for epoch in range(epochs):
-        taken = []
-        for (_, steps), following in zip(found, [*starts[1:], 10**9], strict=True):
-            taken += [i for s in steps if s["epoch"] == epoch and s["step"] < following for i in s["indices"]]
-        assert sorted(taken) == list(range(SAMPLES)), epoch
-
-
-def workers_of(folder):
-    """Workers that are still there; a process that began after a worker wrote its file only has the same number."""
-    found = []
-    for path in folder.glob("pid-*"):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(int(path.name.removeprefix("pid-")))
-            found += [process.pid] if process.create_time() <= path.stat().st_mtime + 5 else []
-    return found
-
-
-# torchrun and SLURM
+    dies(Path, "replace", "writing")
+    dies(ControlPlane, "gather", "exchange")
+    last = folder / "checkpoints" / "last.ckpt"
+    saves = ModelCheckpoint(last.parent, save_last=True, every_n_train_steps=1)
+    given = {"callbacks": [saves], "enable_checkpointing": True, "ckpt_path": last if last.exists() else None}
+    done = fit(int(os.environ["RANK"]), {"replan": 4}, 2, 4, model=model, dataset=Points(SAMPLES), **given)
+    (folder / "done").write_text(str(done["steps"]))
 
 
 def _agent(_rank, folder, restarts):
     """What ``torchrun --standalone --nproc_per_node=2`` does, with workers that are forked: they need not import."""
-    warnings.simplefilter("default")  # Lightning warns of a folder with checkpoints in it
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -142,110 +110,53 @@ def _agent(_rank, folder, restarts):
         monitor_interval=0.05,
         start_method="fork",
     )
-    elastic_launch(config, main)(folder, 4, 2)
+    elastic_launch(config, _saves)(folder)
 
 
 @pytest.fixture
 def agent(tmp_path):
-    """Runs an agent on a script that holds itself to the file ``kill``; its errors. No worker outlives the test."""
+    """Runs an agent; its errors. No worker may outlive it."""
 
     def _agent_of(kills, restarts):
         (tmp_path / "kill").write_text(kills)
-        return run_ranks(_agent, 1, tmp_path, restarts, timeout=60, env=ANEW, expect_errors=True, start="fork")
+        # with the agent's own store, workers that start again may meet addresses of those that were killed
+        anew = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return run_ranks(_agent, 1, tmp_path, restarts, timeout=60, env=anew, expect_errors=True, start="fork")
 
     yield _agent_of
-    for pid in workers_of(tmp_path):
-        os.kill(pid, signal.SIGKILL)
+    left = []
+    for path in tmp_path.glob("pid-*"):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(int(path.name.removeprefix("pid-")))
+            left += [process] if process.create_time() <= path.stat().st_mtime + 5 else []  # else it is another one
+    for process in left:
+        process.kill()
+    assert not left
 
 
 @LAUNCHED
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", ["backward", "optimizer", "saving", "writing", "exchange"])
 def test_workers_killed_and_started_again(agent, tmp_path, point):
-    second = 0 if point == "writing" else 1  # rank 0 writes
+    """``saving`` is before the checkpoint's file is there, ``writing`` before it is whole: rank 0 writes it."""
+    second = 0 if point == "writing" else 1
     assert agent(f"0 {point} 3\n{second} {point} 14\n", restarts=2) == []
-    assert json.loads((tmp_path / "done").read_text()) == {"step": 24, "world": 2}
-    check_samples(tmp_path, 2)
-    known = [len(head["known"]) for head, _ in attempts(tmp_path)]
-    assert len(known) == 3
-    assert (known[0], known[2]) == (0, 2), "time models are known after a restart"
-    assert workers_of(tmp_path) == []
+    assert (tmp_path / "done").read_text() == "24"
+    attempts = [[path.read_text().splitlines() for path in tmp_path.glob(f"attempt-{i}-*")] for i in range(3)]
+    starts = [int(ranks[0][0]) for ranks in attempts]
+    assert 0 == starts[0] < starts[1] < starts[2]
+    taken = {0: [], 1: []}
+    for ranks, following in zip(attempts, [*starts[1:], 24], strict=True):  # what was not saved was done again
+        for step, epoch, indices in (json.loads(line) for rank in ranks for line in rank[1:] if line.endswith("]")):
+            taken[epoch] += indices if step < following else []
+    assert [sorted(indices) for indices in taken.values()] == [list(range(SAMPLES))] * 2
 
 
 @LAUNCHED
-@pytest.mark.parametrize("point", ["backward", "writing"])
-def test_more_kills_than_restarts_are_an_error(agent, tmp_path, point):
-    [(_, kind, message)] = agent(f"0 {point} 7\n", restarts=0)
+def test_more_kills_than_restarts_are_an_error(agent, tmp_path):
+    [(_, kind, message)] = agent("0 backward 7\n", restarts=0)
     assert kind == "ChildFailedError"
     assert "Signal 9 (SIGKILL) received" in message
     assert not (tmp_path / "done").exists()
-    assert workers_of(tmp_path) == []
-
-
-@LAUNCHED
-def test_the_command_starts_a_killed_worker_again(start, tmp_path):
-    (tmp_path / "kill").write_text("1 backward 5\n")
-    command = torchrun(tmp_path, "--standalone", "--nproc_per_node=2", "--max-restarts=1", epochs=1)
-    process = start(*warmed(*command), **ANEW)
-    wait_for(lambda: process.poll() is not None, tmp_path)
-    assert process.returncode == 0, logs(tmp_path)
-    assert json.loads((tmp_path / "done").read_text()) == {"step": 12, "world": 2}
-    check_samples(tmp_path, 1)
-    assert len(attempts(tmp_path)) == 2
-    assert workers_of(tmp_path) == []
-
-
-@LAUNCHED
-@pytest.mark.timeout(600)
-def test_a_machine_leaves_and_another_comes(start, tmp_path):
-    """Two machines, one is switched off, the other goes on alone, a third joins."""
-    (tmp_path / "slow").touch()
-    rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=elastic")
-    timeouts = "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=100"
-    arguments = ("--nnodes=1:3", "--nproc_per_node=1", "--max-restarts=5", *rendezvous, timeouts)
-    command = torchrun(tmp_path, *arguments, epochs=12)
-
-    def reached(world, after=0):
-        found = attempts(tmp_path)
-        return len(found) > after and found[-1][0]["world"] == world and len(found[-1][1]) >= 4 * world
-
-    first = start(*command, **ANEW)
-    time.sleep(1)
-    second = start(*command, **ANEW)
-    wait_for(lambda: reached(2), tmp_path)
-    kill_group(second)
-    before = len(attempts(tmp_path))
-    wait_for(lambda: reached(1, before), tmp_path)
-    third = start(*command, **ANEW)
-    before = len(attempts(tmp_path))
-    wait_for(lambda: reached(2, before), tmp_path)
-    (tmp_path / "slow").unlink()
-    wait_for(lambda: first.poll() is not None and third.poll() is not None, tmp_path)
-    assert (first.returncode, third.returncode) == (0, 0), logs(tmp_path)
-    check_samples(tmp_path, 12)
-    assert attempts(tmp_path)[-1][0]["known"], "time models are known after restarts"
-    worlds = [head["world"] for head, _ in attempts(tmp_path)]
-    assert worlds[-1] == 2
-    assert 1 in worlds
-
-
-@LAUNCHED
-def test_two_tasks_find_each_other_by_slurms_variables(start, tmp_path):
-    slurm = {
-        "SLURM_JOB_ID": "4711",
-        "SLURM_JOB_NAME": "train",
-        "SLURM_NTASKS": "2",
-        "SLURM_NTASKS_PER_NODE": "2",
-        "SLURM_NNODES": "1",
-        "SLURM_NODEID": "0",
-        "SLURM_NODELIST": "localhost",
-        "MASTER_PORT": str(free_port()),
-    }
-    command = [warm_python(), SCRIPT, tmp_path, 4, 1]
-    tasks = [start(*command, **slurm, SLURM_PROCID=str(task), SLURM_LOCALID=str(task)) for task in range(2)]
-    wait_for(lambda: all(task.poll() is not None for task in tasks), tmp_path)
-    assert [task.returncode for task in tasks] == [0, 0], logs(tmp_path)
-    assert json.loads((tmp_path / "done").read_text()) == {"step": 12, "world": 2}
-    check_samples(tmp_path, 1)
 
 
 def documented_commands():
@@ -288,38 +199,44 @@ torch.save(done["weights"], folder / f"done-{os.environ['LIGHTNING_HETERO_SLOT']
 
 
 @LAUNCHED
-def test_torchrun_with_keepers_goes_on_without_a_killed_worker(start, tmp_path):
+def test_torchrun_with_keepers_goes_on_without_a_killed_worker(tmp_path):
     """The command of the documentation."""
     (tmp_path / "train.py").write_text(KEPT)
     keeper = ("--standalone", "--nproc-per-node=3", "-m", "lightning_hetero.keeper", "--max-restarts=2")
-    process = start(*warmed(TORCHRUN, *keeper, tmp_path / "train.py", tmp_path), PYTHONPATH=str(ROOT))
-    wait_for(lambda: process.poll() is not None, tmp_path, 150)
-    text = (tmp_path / "log-0").read_text()
+    with open(tmp_path / "log", "w+") as log:
+        process = subprocess.Popen(
+            warmed(TORCHRUN, *keeper, tmp_path / "train.py", tmp_path),
+            env={**os.environ, **COMMON, "PYTHONPATH": str(ROOT)},
+            stdout=log,
+            stderr=log,
+        )
+        try:
+            process.wait(150)
+        finally:
+            kill_group(process)
+    text = (tmp_path / "log").read_text()
     assert process.returncode == 0, text[-5000:]
     assert "worker 1 was lost" in text
     assert "training goes on in step 6 with workers 0, 2" in text
-    ends = {path.name: torch.load(path, weights_only=False) for path in tmp_path.glob("done-*")}
-    assert set(ends) == {"done-0", "done-1", "done-2"}
-    assert all((weights == ends["done-0"]).all() for weights in ends.values())
+    ends = [torch.load(tmp_path / f"done-{slot}", weights_only=False) for slot in range(3)]
+    assert all((weights == ends[0]).all() for weights in ends)
 
 
 @LAUNCHED
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends a worker with its keeper on Linux")
-def test_a_worker_ends_with_its_keeper(start, tmp_path):
-    code = f"""
+def test_a_worker_ends_with_its_keeper():
+    code = """
 import sys, torch.distributed as dist
 from lightning_hetero.comm.membership.slots import SlotBoard
 from lightning_hetero.keeper import Keeper
-worker = "import os, time; open({str(tmp_path / "pid")!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+worker = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 Keeper([sys.executable, "-c", worker], SlotBoard(dist.HashStore()), slot=0, slots=1).run()
 """
-    process = start(sys.executable, "-c", code)
-    wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), tmp_path)
-    worker = int((tmp_path / "pid").read_text())
-    process.kill()
-    process.wait()
-    with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(worker).wait(timeout=30)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        worker = int(process.stdout.readline())
+        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(worker).wait(timeout=30)
     assert not psutil.pid_exists(worker)
 
 
@@ -377,73 +294,23 @@ def wrong(outcome):
 @pytest.mark.parametrize(("launcher", "front_end", "mode", "whom"), TOLD)
 def test_a_training_that_is_told_to_end_saves_and_ends(launcher, front_end, mode, whom):
     """``benchmarks/preemption.py`` has all cases, and tells each training at many random moments."""
-    outcome = runs.run(launcher, front_end, mode, whom, random.Random(f"{launcher} {front_end} {mode}"))
+    outcome = run(launcher, front_end, mode, whom, random.Random(f"{launcher} {front_end} {mode}"))
     assert not wrong(outcome), wrong(outcome)
 
 
-@LAUNCHED
-@pytest.mark.parametrize(("front_end", "counted"), [("deaf", ["hang"]), ("careless", ["code", "steps", "checkpoint"])])
-def test_a_job_that_does_not_end_or_saves_nothing_is_counted(monkeypatch, front_end, counted):
-    monkeypatch.setattr(runs, "END_S", 0.5 if front_end == "deaf" else runs.END_S)
-    assert list(wrong(runs.run("slurm", front_end, "plain", "all", random.Random(0)))) == counted
-
-
-# workers that fail again and again: the benchmark, and the account that it keeps of samples
-
-
-@pytest.fixture(scope="module")
-def benchmarks():
-    """Import a benchmark; what it imports beside it is forgotten afterwards."""
-    folder, before, paths = ROOT / "benchmarks", set(sys.modules), list(sys.path)
-    sys.path.insert(0, str(folder))
-    yield importlib.import_module
-    sys.path[:] = paths
-    for name in set(sys.modules) - before:
-        if Path(getattr(sys.modules[name], "__file__", None) or "").parent in (folder, ROOT / "examples"):
-            del sys.modules[name]
+# workers that fail again and again: the benchmark, which keeps an account of samples
 
 
 @pytest.mark.slow("five faults of a training under keepers, each of which takes seconds")
 @pytest.mark.timeout(280)
-def test_no_sample_is_lost_in_some_faults(benchmarks, tmp_path):
-    fit, chaos = benchmarks("_lossy_fit"), benchmarks("chaos")
+def test_no_sample_is_lost_in_some_faults(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    fit, chaos, job = map(importlib.import_module, ("_lossy_fit", "chaos", "_lossy_job"))
     given = (fit.fit, fit.WORKERS, tmp_path, 0.0005, False)
     function = partial(run_kept, *given, restarts=100, silence=2.0, timeout=240.0)
     kinds = ["kill", "link cut", "freeze", "pause", "segfault"]
-    job = benchmarks("_lossy_job").Job(tmp_path, Forked(function, {}))
-    *found, total = chaos.train(job, random.Random(1), kinds, 0.3, 3)
+    *found, total = chaos.train(job.Job(tmp_path, Forked(function, {})), random.Random(1), kinds, 0.3, 3)
     assert sorted(row["kind"] for row in found) == sorted(kinds)
     assert total["events"] == len(kinds)
     assert total["lives"] >= 4 + 3, "three were started again"
     assert total["samples"] == 960 * total["epochs"]
-
-
-def test_a_lost_sample_one_that_is_taken_twice_and_other_weights_are_errors(benchmarks, tmp_path):
-    module = benchmarks("_lossy_job")
-
-    def epoch(order):
-        parts = [order[at : at + module.TOTAL] for at in range(0, len(order), module.TOTAL)]
-        return [module.Step(0, (tuple(part),), 0.0) for part in parts]
-
-    def account(steps, weights):
-        where = {"generation": 0, "rank": 0, "time": 0.0}
-        life = module.Life(0, 0, 1, 0.0, [{"start": 0, "world": 1, **where}])
-        life.notes += [{"step": n, "epoch": 0, "samples": step.samples[0], **where} for n, step in enumerate(steps)]
-        for slot in range(module.WORKERS):
-            torch.save({"weights": weights[slot % len(weights)], "steps": len(steps)}, tmp_path / f"end-{slot}.pt")
-        return module.account(
-            type("Ended", (), {"folder": tmp_path, "lives": {"one": life}, "workers": module.WORKERS})
-        )
-
-    order = list(range(module.SAMPLES))
-    right = epoch(order)
-    weights = module.alone(right)
-    assert account(right, [weights])[1:] == (0, 0.0)
-    for changed, end, said in (
-        ([7 if i == 5 else i for i in order], [weights], r"\[5\].*\[7\]"),
-        (order[:-1], [weights], "31 samples"),
-        (order[::-1], [weights], "weights differ"),
-        (order, [weights, module.alone(right[:1])], "different weights"),
-    ):
-        with pytest.raises(module.LossError, match=said):
-            account(epoch(changed), end)

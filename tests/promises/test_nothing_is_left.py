@@ -1,11 +1,9 @@
 """What trainings, and their steps, leave in a process: as much after many of them as after two.
 
-Steps are trained and counted by ``benchmarks/leaks.py``, whose account is checked here as well.
+Steps are trained and counted by ``benchmarks/leaks.py``.
 """
 
 import gc
-import importlib.util
-import mmap
 import os
 import sys
 import threading
@@ -14,25 +12,21 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
-import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
-from lightning_hetero import BlockTopK, HeteroDDPStrategy
+from lightning_hetero import BlockTopK, HeteroDDPStrategy, HeteroElasticStrategy
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.agreement.group_lifetime import (
     ended,
-    free_group_last,
     go_on,
     leave_all,
-    leave_ended,
     leave_soon,
 )
 from lightning_hetero.comm.collectives.topology import Topology
+from tests import loops
 from tests.helpers import Points, Regressor, trainer_of
 from tests.ranks import run_ranks
 
@@ -89,100 +83,43 @@ class Sharded(Regressor):
         pass
 
 
-def lightning(rank, world_size, settings, again=False, fails=False):
-    """With a trainer each, or one for all; every other one may end in an error."""
-    model, trainer, counts = Regressor(dtype=torch.float32), None, []
-    for i in range(TRAININGS):
-        if trainer is None or not again:
-            trainer = trainer_of(HeteroDDPStrategy(**settings), world_size, max_epochs=0)
-        trainer.fit_loop.max_epochs += 1
-        model.on_train_batch_end = lambda *_, bad=fails and i % 2: 1 // (not bad)
-        with suppress(ZeroDivisionError):
-            trainer.fit(model, loader())
-        counts.append(left(counts))
-    return counts
-
-
-def trainers(rank, world_size, settings, name, **more):
-    """All trainings are kept, and with them what they own."""
-    import lightning_hetero
-
+def _trainings(rank, world_size, settings, front_end, fails):
+    """Strategies are kept, and with them what they own; every other training may end in an error, in a batch."""
     counts, kept = [], []
-    for _ in range(TRAININGS):
-        strategy = getattr(lightning_hetero, name)(**settings)
-        kept.append(trainer_of(strategy, world_size, max_epochs=1))
-        kept[-1].fit((Sharded if "FSDP" in name else Regressor)(dtype=torch.float32), loader())
-        counts.append(left(counts))
-        if "FSDP" in name:
-            kept.clear()
-    return counts
+    for training in range(TRAININGS):
+        batches = iter(range(5 if fails and training % 2 else 10**6))
 
+        def loss(output, x, y, batches=batches):
+            if next(batches, None) is None:
+                raise ZeroDivisionError
+            return torch.nn.functional.mse_loss(output, y)
 
-def fabric(rank, world_size, settings):
-    from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy
-
-    counts = []
-    for _ in range(TRAININGS):
-        fabric = L.Fabric(accelerator="cpu", devices=world_size, strategy=HeteroDDPStrategy(**settings))
-        fabric.launch()
-        model = torch.nn.Linear(5, 1)
-        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
-        for x, *_ in fabric.setup_dataloaders(loader()):
-            fabric.backward(model(x).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-        gone = weakref.ref(fabric._strategy)
-        del fabric, model, optimizer
-        until(lambda gone=gone: gone() is None)
-        counts.append(left(counts))
-    return counts
-
-
-def accelerate(rank, world_size, settings, dropped=False):
-    """One that is only dropped, in the middle of a pass, ends when the next one begins."""
-    from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
-
-    counts = []
-    for _ in range(TRAININGS):
-        accelerator = HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin(**settings))
-        model = torch.nn.Linear(5, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        model, optimizer, batches = accelerator.prepare(model, optimizer, loader())
-        for x, *_ in batches:
-            accelerator.backward(model(x).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-            if dropped and accelerator.hetero_session.position[1] == 5:
-                break
-        if not dropped:
-            accelerator.free_memory()
-            gone = weakref.ref(accelerator.hetero_session)
-            del accelerator, model, optimizer, batches
-            until(lambda gone=gone: gone() is None)
+        own = isinstance(front_end, type)
+        given = front_end(**settings) if own else settings
+        train = loops.FRONT_ENDS.get("lightning" if own else front_end, loops.sharded_loop)
+        kept.append(given)
+        with suppress(ZeroDivisionError):
+            train(rank, given, 5, world_size=world_size, loss=loss, another=True)
         counts.append(left(counts))
     return counts
 
 
 @pytest.mark.parametrize(
-    ("train", "ranks", "settings", "more"),
+    ("front_end", "ranks", "settings", "fails"),
     [
-        (lightning, 3, {**HIERARCHY, **COMPRESSED}, (False, True)),
-        (accelerate, 2, {"replan": 2}, (True,)),
-        (trainers, 2, {"mega_batch_batches": 4}, ("HeteroElasticStrategy",)),
-        pytest.param(lightning, 2, {}, (), marks=MORE),
-        pytest.param(lightning, 2, COMPRESSED, (), marks=MORE),
-        pytest.param(lightning, 3, {**HIERARCHY, "staleness": 1}, (), marks=MORE),
-        pytest.param(lightning, 3, {**HIERARCHY, **COMPRESSED}, (True,), marks=MORE),
-        pytest.param(fabric, 3, HIERARCHY, (), marks=MORE),
-        pytest.param(accelerate, 3, HIERARCHY, (), marks=MORE),
-        pytest.param(trainers, 2, {}, ("HeteroFSDPStrategy",), marks=MORE),
-        pytest.param(trainers, 4, {"replicate_size": 2}, ("HeteroFSDPStrategy",), marks=MORE),
+        (HeteroDDPStrategy, 3, {**HIERARCHY, **COMPRESSED}, True),
+        ("accelerate", 2, {"replan": 2}, True),
+        (HeteroElasticStrategy, 2, {"mega_batch_batches": 4}, False),
+        pytest.param(HeteroDDPStrategy, 2, COMPRESSED, False, marks=MORE),
+        pytest.param("fabric", 3, HIERARCHY, False, marks=MORE),
+        pytest.param("accelerate", 3, HIERARCHY, False, marks=MORE),
+        pytest.param("fsdp", 4, {"replicate_size": 2}, False, marks=MORE),
     ],
 )
 @QUIET
-def test_many_trainings_in_one_process_leave_as_much_as_two(train, ranks, settings, more):
+def test_many_trainings_in_one_process_leave_as_much_as_two(front_end, ranks, settings, fails):
     """Sockets are closed a little later, by the other end."""
-    for counts in run_ranks(train, ranks, ranks, settings, *more, start="fork"):
+    for counts in run_ranks(_trainings, ranks, ranks, settings, front_end, fails, start="fork"):
         assert len({count[0] for count in counts[1:]}) == 1, counts
         assert max(count[1] for count in counts[2:]) <= counts[1][1], counts
         assert counts[-1][2] < counts[1][2] + 10, counts
@@ -208,7 +145,7 @@ def test_a_training_begins_after_the_default_group_was_destroyed(strategy, model
 
 
 def _groups(rank):
-    """A training goes on although another was there meanwhile, one saves behind its end, one makes a group in vain."""
+    """A training goes on although another was there meanwhile, and one makes a group in vain."""
     dist.init_process_group("gloo")
     keys, counts = dist.distributed_c10d._get_default_store().num_keys, []
 
@@ -221,15 +158,13 @@ def _groups(rank):
     first, hierarchy = ControlPlane(rank, 3), Topology(rank, ((0, 1), (2,)))
     x = torch.ones(2)
     hierarchy.all_reduce(x).wait()
-    for _ in range(2):
-        ended(first, hierarchy)
+    ended(first, hierarchy)
     count()
     other = ControlPlane(rank, 3)
     count()
     everyone = first.gather_objects(rank)
     go_on(first, hierarchy)
     hierarchy.all_reduce(x).wait()
-    count()
     ControlPlane(rank, 3)
     leave_soon(dist.new_group())
     count()
@@ -243,75 +178,57 @@ def _groups(rank):
 
 def test_groups_of_a_training_that_has_ended_are_left_when_another_begins_and_made_again_when_it_goes_on():
     for rank, (counts, after, x) in enumerate(run_ranks(_groups, 3)):
-        (kept, _), (alone, _), (again, _), made, gone = counts
+        (kept, _), (alone, _), made, gone = counts
         clusters = (3, 2, 1)[rank]
-        assert (kept, alone, again) == (2 + clusters, 2, 3 + clusters)
+        assert (kept, alone) == (2 + clusters, 2)
         assert (made[0] - gone[0], made[1] > gone[1]) == (1, True), "one comes and one goes, and its keys with it"
         assert (after, x) == (True, [9.0, 9.0])
 
 
-def _leaves(rank, folder, stuck, dropped):
-    """Rank 0 begins anew while a sum waits for rank 1, which takes no part until that is done."""
+def _leaves(rank, folder):
+    """Rank 0 begins anew while sums wait for rank 1, which takes no part until that is done."""
     dist.init_process_group("gloo")
-    owner, before = ControlPlane(rank, 2), set(dist.distributed_c10d._world.pg_map)
-    own = next((group for group in before if group is not dist.group.WORLD), None)
-    found = {"default": dist.group.WORLD, "own": own}
+    owner, begun = ControlPlane(rank, 2), folder / "begun"
+    made = list(dist.distributed_c10d._world.pg_map)
     dist.barrier()
-    begun = folder / "begun"
     if rank == 1:
         seen = until(begun.exists)
-        del found, owner, before, own
+        del owner, made
         leave_all()
         return seen
-    waits = dist.all_reduce(torch.ones(1), group=found[stuck], async_op=True)
-    gone = {name: weakref.ref(group) for name, group in found.items()}
-    held = found[stuck] if dropped == "held" else None
-    del found, before, own
-    if dropped == "ended":
-        ended(owner)
-    if dropped != "late":
-        del owner
+    waits = [dist.all_reduce(torch.ones(1), group=group, async_op=True) for group in made]
+    gone = [weakref.ref(group) for group in made]
+    ended(owner)
+    held = made.pop()
+    del owner, made
     leave_all()
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
     dist.init_process_group("gloo", rank=0, world_size=1)
     del held
-    if dropped == "late":
-        del owner
-        gc.collect()
-        leave_ended()
     x = torch.ones(1)
     dist.all_reduce(x)
-    is_stuck = not waits.is_completed()
+    stuck = [not work.is_completed() for work in waits]
     begun.touch()
     assert until(lambda: "lightning_hetero-leave" not in {thread.name for thread in threading.enumerate()})
-    return x.item(), is_stuck, [name for name, group in gone.items() if group() is not None]
+    return x.item(), stuck, [group() for group in gone]
 
 
-@pytest.mark.parametrize("dropped", ["before", "ended", "held", "late"])
-@pytest.mark.parametrize("stuck", ["default", "own"])
-def test_a_worker_begins_anew_while_a_call_of_its_earlier_groups_is_stuck(tmp_path, stuck, dropped):
+def test_a_worker_begins_anew_while_a_call_of_its_earlier_groups_is_stuck(tmp_path):
     """Whoever frees the last reference to a group waits for its calls: not the worker, for which all others wait."""
-    first, seen = run_ranks(_leaves, 2, tmp_path, stuck, dropped, start="fork")
-    assert first == (1.0, True, [])
+    first, seen = run_ranks(_leaves, 2, tmp_path, start="fork")
+    assert first == (1.0, [True, True], [None, None])
     assert seen
 
 
-def _freed(rank, front):
+def _freed(rank):
     """In which order the parts of a model are freed that outlives the default group."""
-    freed, net = [], torch.nn.Linear(2, 2)
-    if front == "accelerate":
-        from lightning_hetero.accelerate import HeteroAccelerator
+    from lightning_hetero.accelerate import HeteroAccelerator
 
-        accelerator = HeteroAccelerator(cpu=True)
-        model, batches = accelerator.prepare(net, DataLoader(torch.ones(8, 2), 2))
-        for x in batches:
-            accelerator.backward(model(x).sum())
-        accelerator.free_memory()
-    else:
-        dist.init_process_group("gloo")
-        model = DistributedDataParallel(net)
-        free_group_last(model)
-        model(torch.ones(1, 2)).sum().backward()
+    freed, accelerator = [], HeteroAccelerator(cpu=True)
+    model, batches = accelerator.prepare(torch.nn.Linear(2, 2), DataLoader(torch.ones(8, 2), 2))
+    for x in batches:
+        accelerator.backward(model(x).sum())
+    accelerator.free_memory()
     for name in ("reducer", "logger", "process_group"):
         weakref.finalize(getattr(model, name), freed.append, name)
     dist.destroy_process_group()
@@ -320,44 +237,31 @@ def _freed(rank, front):
     return freed
 
 
-@pytest.mark.parametrize("front", ["by hand", "accelerate"])
-def test_a_model_keeps_its_group_until_its_reducer_is_gone(front):
+def test_a_model_keeps_its_group_until_its_reducer_is_gone():
     """A reducer that frees the group would hold the interpreter's lock and wait for a thread that needs it."""
-    for freed in run_ranks(_freed, 2, front, start="fork"):
+    for freed in run_ranks(_freed, 2, start="fork"):
         assert set(freed[:2]) == {"reducer", "logger"}
         assert freed[2:] == ["process_group"]
 
 
 # steps
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 COUNTED = ("files", "threads", "groups", "keys", "hooks")
 KEYS = {"elastic": 3}  # of the mega-batch that runs: what was claimed, and the ranks that are at its end
 OBJECTS = {"adaptive": 5}  # in each step: its total still moves, and plans are kept
 
 
-def benchmark():
-    """The benchmark, whose trainings are the same ones."""
-    sys.path.insert(0, str(FOLDER))
-    spec = importlib.util.spec_from_file_location("leaks", FOLDER / "leaks.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def _counts(rank, mode, marks):
+    """What ``benchmarks/leaks.py`` counts, whose trainings are the same ones."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    import _modes
+    import leaks
 
-
-def _counts(rank, mode, marks, add):
-    leaks = benchmark()
-    leaks._modes.settle(rank)
-    leaks._modes.quiet()
+    _modes.settle(rank)
+    _modes.quiet()
     os.environ.update(ACCELERATE_USE_CPU="true")
-    watch, kept = leaks.Watch(marks), []
-
-    def after_step(number, model):
-        if add is not None:
-            kept.extend(one(number, model) for one in add)
-        watch(number, model)
-
-    leaks._modes.train(mode, marks[1] + 1, after_step)
+    watch = leaks.Watch(marks)
+    _modes.train(mode, marks[1] + 1, watch)
     return watch.counts
 
 
@@ -372,64 +276,10 @@ def _counts(rank, mode, marks, add):
 def test_steps_leave_nothing(mode):
     """Arrays, of which Python keeps no account, would show in the memory of the process. 256 step times are kept."""
     first, last = 300, 360
-    for before, after in run_ranks(_counts, 2, mode, (first, last), None, start="fork"):
+    for before, after in run_ranks(_counts, 2, mode, (first, last), start="fork"):
         grown = {name: after[name] - before[name] for name in COUNTED}
         assert abs(grown.pop("keys")) <= KEYS.get(mode, 0)
         assert set(grown.values()) == {0}, grown
         assert after["objects"] - before["objects"] < OBJECTS.get(mode, 1) * (last - first)
         assert after["tensor_bytes"] - before["tensor_bytes"] < 4 * (last - first), "one number in each step"
         assert after["rss_kib"] - before["rss_kib"] < 8192
-
-
-def _key(number, model):
-    if dist.get_rank() == 0:
-        dist.distributed_c10d._get_default_store().set(f"of step {number}", "")
-    dist.barrier()  # rank 0 goes no further than to its next backward pass before the other has counted
-
-
-def _thread(number, model):
-    thread = threading.Thread(target=threading.Event().wait, daemon=True)
-    thread.start()
-    return thread
-
-
-def _memory(number, model):
-    fresh = mmap.mmap(-1, 2**20)
-    fresh.write(b"1" * 2**20)
-    return fresh
-
-
-def _view(number, model):
-    """Of a storage that nobody else has; its size counts, once for all its views."""
-    whole = torch.zeros(16)
-    return whole[:1], whole[1:]
-
-
-ADDED = {  # what a step leaves: its kind, and how many there are of it
-    "files": (lambda number, model: open(os.devnull), 1),  # noqa: SIM115
-    "threads": (_thread, 1),
-    "keys": (_key, 1),
-    "hooks": (lambda number, model: model.register_forward_hook(lambda *_: None), 3),
-    "a parameter's": (lambda number, model: next(model.parameters()).register_hook(lambda gradient: None), None),
-    "optimizers'": (lambda number, model: register_optimizer_step_post_hook(lambda *_: None), None),
-    "tensor_bytes": (lambda number, model: torch.zeros(16), 128),
-    "views": (_view, None),
-    "rss_kib": (_memory, 1024 * 0.8),
-    "objects": (lambda number, model: [], 0.8),
-}
-
-
-def test_what_each_step_leaves_is_counted():
-    """A part of the memory and of the objects is made and freed by others."""
-    marks, add = (45, 65), [one for one, _ in ADDED.values()]
-    for first, last in run_ranks(_counts, 2, "ddp", marks, add, start="fork"):
-        for kind, (_, each) in ADDED.items():
-            if each is not None:
-                grown = (last[kind] - first[kind]) / (marks[1] - marks[0])
-                assert grown >= each if kind in ("rss_kib", "objects") else grown == each, kind
-
-
-@pytest.mark.slow("each step makes a process group")
-def test_a_group_that_each_step_leaves_is_counted():
-    for first, last in run_ranks(_counts, 2, "ddp", (45, 65), [lambda *_: dist.new_group()], start="fork"):
-        assert last["groups"] - first["groups"] == 20

@@ -148,9 +148,7 @@ class VirtualTime:
         while not ready() and self._step(until):
             pass
 
-    def pass_(self, seconds):
-        """Let so many seconds pass."""
-        self.sleep(seconds)
+    pass_ = sleep
 
     def until(self, ready, seconds=3600.0):
         """Let time pass until something is so; an error if it never is."""
