@@ -20,12 +20,9 @@ SPARSE = {"density": 0.2, "warmup_steps": 2}
 COMPRESSORS = {
     "exact": BlockTopK(**SPARSE),
     "histogram, int8": BlockTopK(**SPARSE, selector="histogram", value_dtype="int8"),
-    "sample, float32": BlockTopK(**SPARSE, selector="sample", value_dtype="float32", block=32),
     "elements, balanced": BlockTopK(**SPARSE, block=1, scores="balanced"),
     "aimd": BlockTopK(**SPARSE, selector="aimd"),
     "low rank": "powersgd(rank=2, start=3)",
-    "fp16": "fp16",
-    "bf16": "bf16",
     "auto": "auto",
 }
 WHOLE = BlockTopK(density=1.0, value_dtype="float32")
@@ -97,12 +94,9 @@ def test_what_is_applied_is_the_compressed_gradient_the_same_on_all_ranks():
             assert 0.02 < (first[2:] != 0).mean() < 0.4, name
         elif name == "auto":
             assert (later == 0).mean() > 0.5, "it has chosen plain sums"
-        elif name == "low rank":
+        else:
             matrices = ours["grads"][3:, : 7 * FEATURES].reshape(-1, 7, FEATURES)
             assert (np.linalg.matrix_rank(matrices, tol=1e-5) == 2).all()
-        else:
-            error = np.abs(first[0] - dense[0]).max() / np.abs(dense[0]).max()
-            assert (2**-12 < error < 2**-10) if name == "fp16" else (2**-9 < error < 2**-7)
 
 
 DENSE = {

@@ -6,12 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroDDPStrategy, HeteroElasticStrategy
 from tests.helpers import Points, Regressor, collected, trainer_of
-from tests.ranks import run_ranks
 
 CLASSES = (HeteroDDPStrategy, HeteroElasticStrategy)
 
@@ -51,23 +49,6 @@ def test_the_timeout_goes_to_the_process_group(cls, monkeypatch):
     ((given, named),) = met
     assert given == ("gloo",)
     assert (named["rank"], named["world_size"], named["timeout"]) == (0, 1, timedelta(seconds=30))
-
-
-def _wrapped(rank, cls):
-    found = []
-    for stage in (TrainerFn.FITTING, TrainerFn.VALIDATING):
-        trainer, model = connected(cls())
-        trainer.state.fn, model.trainer = stage, trainer
-        trainer.strategy.setup_environment()
-        assert trainer.model is model
-        trainer.strategy.setup(trainer)
-        found.append(isinstance(trainer.model, DistributedDataParallel))
-    return found
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-def test_a_model_is_wrapped_for_a_fit_only(cls):
-    assert run_ranks(_wrapped, 1, cls) == [[cls is HeteroDDPStrategy, False]]
 
 
 @pytest.mark.parametrize("cls", CLASSES)

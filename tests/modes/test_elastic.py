@@ -28,7 +28,6 @@ from lightning_hetero import HeteroElasticStrategy, PerfModelCallback
 from lightning_hetero.core.merging.rules import MERGES
 from lightning_hetero.core.merging.settings import AdaptiveSettings
 from lightning_hetero.elastic.batch_queue import job_store
-from tests.elastic.test_engine import ScheduleFree
 from tests.helpers import Points, Regressor, covered, fit, trainer_of
 from tests.modes.clocked import Clocked
 from tests.modes.runs import alike, by_name, each
@@ -386,11 +385,6 @@ class Saves(Regressor):
             self.trainer.save_checkpoint("never.ckpt")
 
 
-class WithScheduleFree(Regressor):
-    def configure_optimizers(self):
-        return ScheduleFree(self.parameters(), lr=0.1)
-
-
 class PlateauOfSteps(Regressor):
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
@@ -411,7 +405,6 @@ REFUSED = {
     "ModelCheckpoint": {"callbacks": [partial(ModelCheckpoint, every_n_train_steps=3)], "enable_checkpointing": True},
     "every batch is a local update": {"callbacks": [partial(GradientAccumulationScheduler, {0: 2})]},
     "EMAWeightAveraging": {"callbacks": [EMAWeightAveraging]},
-    "ScheduleFree": {"model": WithScheduleFree},
     "PerfModelCallback": {"callbacks": [PerfModelCallback]},
     "num_workers=1": {"loader_kwargs": {"num_workers": 1}},
     "2 workers": {"dataset": Points(1)},

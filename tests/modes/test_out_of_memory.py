@@ -129,8 +129,6 @@ class Fits(Regressor):
         loss = nn.functional.mse_loss(self.net[2:](hidden), batch[1], reduction=self.reduction)
         if self.say == "of its own":
             torch.distributed.barrier()
-        if self.say == "a sum":
-            torch.distributed.all_reduce(loss.detach())
         if self.say == "manual":
             self.manual_backward(loss)
         self.seen.append((self.trainer.current_epoch, batch_idx, batch[2].tolist()))
@@ -201,7 +199,6 @@ def full_hook(state, bucket):
 REASONS = {
     "a collective": (SPLIT, {"say": "at once"}, "waits for the other ranks"),
     "a raw one": (SPLIT, {"say": "of its own"}, "waits for the other ranks"),
-    "a raw one with equal sizes": ({"policy": "even"}, {"say": "a sum", "where": "backward"}, "waits for the other"),
     "other outputs": (SPLIT, {"say": "more"}, "returns more than its loss"),
     "before": (SPLIT, {"say": "early", "bound": 100}, "before training_step"),
     "a hook of DDP": ({**SPLIT, "ddp_comm_hook": full_hook}, {"bound": 100}, "while gradients were sent"),

@@ -128,18 +128,6 @@ class Finetuned(Quiet):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
 
 
-class Unused(Quiet):
-    """A branch that takes no part in the even batches of an epoch."""
-
-    def __init__(self):
-        super().__init__()
-        self.extra = nn.Linear(5, 1, dtype=D)
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        return loss + self.extra(batch[0]).square().mean() if batch_idx % 2 else loss
-
-
 class Router(nn.Module):
     """Two experts, each for some samples, and one parameter that nothing uses."""
 
@@ -305,7 +293,6 @@ class Case:
 UNUSED, HALF = {"find_unused_parameters": True}, {"precision": "bf16-mixed"}
 CASES = {
     "adversaries": Case(Adversaries, UNUSED),
-    "unused": Case(Unused, UNUSED),
     "experts, accumulated": Case(
         Experts, UNUSED, trainer={"accumulate_grad_batches": 2}, sizes=(2, 1, 1), tolerance=1e-10
     ),
