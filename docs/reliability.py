@@ -208,7 +208,7 @@ ROWS = (
         "R15",
         "A compressed message that arrives with impossible indices is refused on all ranks, with rank and bucket. "
         "Nothing of it is applied.",
-        (WIRE, "tests/gradients/test_block_topk.py", TOPK),
+        (WIRE, "tests/gradients/test_block_topk.py"),
         "the step of the message",
         ("CorruptMessage",),
     ),

@@ -359,7 +359,7 @@ def _results(results, expect_errors):
     return [value for _, value in results]
 
 
-def run_ranks(fn, world_size, *args, timeout=90.0, env=None, expect_errors=False, start="pool"):
+def run_ranks(fn, world_size, *args, timeout=240.0, env=None, expect_errors=False, start="pool"):
     """``fn(rank, *args)`` on every rank at once; the list of results, or of ``(rank, type, message)`` of the errors.
 
     Processes that stay (``start="pool"``) know nothing of what a test has patched, and get ``fn`` by pickle: it is a

@@ -590,7 +590,7 @@ ELSEWHERE = {
     "gradient clipping": ("one_process/test_front_ends.py", '"clipping"'),
     '`precision="bf16-mixed"`': ("one_process/test_modules.py", '"bfloat16"'),
     "`static_graph`": ("one_process/test_modules.py", '"static graph"'),
-    "freezing and unfreezing in the run (`BaseFinetuning`)": ("modes/test_odd_models.py", '"unfrozen"'),
+    "freezing and unfreezing in the run (`BaseFinetuning`)": ("one_process/test_modules.py", '"finetuned"'),
     "`compression`": ("modes/test_compression.py", "COMPRESSORS"),
     "`hierarchy`": ("one_process/test_front_ends.py", '"clusters"'),
     "a loss that gathers over ranks by itself": ("one_process/test_losses.py", "GATHERS"),

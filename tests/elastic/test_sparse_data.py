@@ -60,7 +60,6 @@ def test_the_loader_draws_whole_batches_and_the_first_layer_has_a_sparse_gradien
     ("header", "arguments", "sizes"),
     [
         ("4 5 3\n", {}, (5, 3)),
-        ("", {}, (5, 3)),
         ("4 90 80\n", {}, (90, 80)),
         ("4 90 80\n", {"num_features": 10, "num_classes": 20}, (10, 20)),
     ],
@@ -79,7 +78,6 @@ def test_a_file_is_read_as_it_is_written(tmp_path, header, arguments, sizes):
     [
         (([0, 2], [0, 1], [1.0], [0, 0], []), "values"),
         (([0, 3], [0, 1], [1.0, 2.0], [0, 0], []), "features"),
-        (([0, 2], [0, 5], [1.0, 2.0], [0, 0], []), "features"),
         (([0, 2], [0, 1], [1.0, 2.0], [0, 1], [3]), "labels"),
         (([0, 2], [0, 1], [1.0, 2.0], [0, 0, 0], []), "labels"),
         (([0, 2], [-1, 1], [1.0, 2.0], [0, 0], []), "features"),

@@ -5,31 +5,23 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from lightning.pytorch.utilities import CombinedLoader
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroDDPStrategy, HeteroElasticStrategy
 from tests.helpers import Points, Regressor, collected, trainer_of
-from tests.ranks import run_ranks
 
 CLASSES = (HeteroDDPStrategy, HeteroElasticStrategy)
-NAMES = ("ddp", "hetero_ddp", "hetero_elastic")
 
 
 class Loaded(Regressor):
     """Has loaders of its own."""
 
-    shuffle = False
-
     def train_dataloader(self):
         return DataLoader(Points(16), 4)
 
     def val_dataloader(self):
-        return DataLoader(Points(8), 4, shuffle=self.shuffle)
+        return DataLoader(Points(8), 4)
 
     test_dataloader = val_dataloader
 
@@ -39,13 +31,9 @@ class Loaded(Regressor):
     test_step = validation_step
 
 
-class Shuffled(Loaded):
-    shuffle = True
-
-
-def connected(strategy, devices=1, model=Loaded, **kwargs):
+def connected(strategy, devices=1):
     """A trainer whose strategy has a module before the module has a trainer."""
-    trainer, model = trainer_of(strategy, devices, **kwargs), model()
+    trainer, model = trainer_of(strategy, devices), Loaded()
     trainer.strategy.connect(model)
     trainer._data_connector.attach_data(model)
     return trainer, model
@@ -61,48 +49,6 @@ def test_the_timeout_goes_to_the_process_group(cls, monkeypatch):
     ((given, named),) = met
     assert given == ("gloo",)
     assert (named["rank"], named["world_size"], named["timeout"]) == (0, 1, timedelta(seconds=30))
-
-
-def _wrapped(rank, cls):
-    found = []
-    for stage in (TrainerFn.FITTING, TrainerFn.VALIDATING):
-        trainer, model = connected(cls())
-        trainer.state.fn, model.trainer = stage, trainer
-        trainer.strategy.setup_environment()
-        assert trainer.model is model
-        trainer.strategy.setup(trainer)
-        found.append(isinstance(trainer.model, DistributedDataParallel))
-    return found
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-def test_a_model_is_wrapped_for_a_fit_only(cls):
-    assert run_ranks(_wrapped, 1, cls, timeout=240) == [[cls is HeteroDDPStrategy, False]]
-
-
-@pytest.mark.filterwarnings("ignore:.*has shuffling enabled")
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("model", [Loaded, Shuffled])
-def test_an_evaluation_is_shared_and_shuffled_as_under_ddp(name, model):
-    trainer, _ = connected(name, 2, model)
-    trainer.state.fn = TrainerFn.VALIDATING
-    with pytest.warns(UserWarning, match="multi-device settings use `DistributedSampler`"):
-        trainer.validate_loop.setup_data()
-    trainer, _ = connected(name, 2, model)
-    trainer.fit_loop.epoch_loop.val_loop.setup_data()
-    assert trainer.val_dataloaders.sampler.shuffle == model.shuffle
-
-
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("name", NAMES)
-def test_samplers_of_combined_loaders_are_distributed_unless_the_user_does_it(name, own):
-    points = Points(10)
-    combined = CombinedLoader({"a": DataLoader(points), "b": [DataLoader(points, sampler=RandomSampler(points))]})
-    trainer, model = connected(name, 2, use_distributed_sampler=not own)
-    trainer._data_connector.attach_data(model, train_dataloaders=combined)
-    trainer.fit_loop.setup_data()
-    expected = SequentialSampler | RandomSampler if own else DistributedSampler
-    assert [isinstance(loader.sampler, expected) for loader in combined.flattened] == [True, True]
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -127,8 +73,3 @@ def test_a_checkpoint_can_be_read_where_nothing_is_set_up(cls, tmp_path):
     trainer.strategy.optimizers = [model.configure_optimizers()]
     trainer.strategy.load_optimizer_state_dict(checkpoint)
     assert trainer.strategy.optimizers[0].state_dict() == states[0]
-
-
-def test_the_accelerator_may_be_the_first_argument_as_that_of_ddp():
-    accelerator = CPUAccelerator()
-    assert trainer_of(HeteroDDPStrategy(accelerator), 1, accelerator="auto").accelerator is accelerator

@@ -4,40 +4,33 @@ Gradients and weights are those of one process: tests/one_process.
 """
 
 import pickle
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import (
-    EMAWeightAveraging,
     LearningRateFinder,
     ModelCheckpoint,
     OnExceptionCheckpoint,
-    StochasticWeightAveraging,
 )
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_hetero import (
-    AdaptiveBatchCallback,
     GNSCallback,
     HeteroDDPStrategy,
     HeteroFSDPStrategy,
     LookAheadCallback,
-    TTACallback,
 )
 from lightning_hetero.comm.timing.step_timer import StepTimer
 from lightning_hetero.core import DamagedCheckpointError
-from lightning_hetero.probe_job import VARIABLE
 from tests.counted import CountedTime
 from tests.helpers import Points, collected, covered, fit, trainer_of
-from tests.loops import SAMPLES, Sharded
+from tests.loops import Sharded
 from tests.one_process.test_modules import Block, ShardsItself
 from tests.ranks import at_end, run_ranks
 
@@ -74,24 +67,17 @@ class TimedBlock(nn.Module):
         return Spend.apply(self.tanh(self.linear(x)), self.spend, self.per_sample * len(x))
 
 
-class Timed(L.LightningModule):
-    def __init__(self, spend, per_sample, blocks=3):
+class Timed(Sharded):
+    """Three blocks, each a third of the time of a sample."""
+
+    def __init__(self, spend, per_sample):
         super().__init__()
-        timed = [TimedBlock(spend, per_sample / blocks) for _ in range(blocks)]
-        self.net = nn.Sequential(*timed, nn.Linear(5, 1).double())
-        self.ran = []
-
-    def training_step(self, batch, batch_idx):
-        self.ran.append(len(batch[0]))
-        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        self.net = nn.Sequential(*[TimedBlock(spend, per_sample / 3) for _ in range(3)], nn.Linear(5, 1).double())
 
 
-def counted(rank, timed=True):
-    """Time of a rank that waits for the last one at each collective of a sharded model, with marks or without."""
-    time, waiting = CountedTime(rank, 1e9), StepTimer.waiting if timed else nullcontext
+def counted(rank):
+    """Time of a rank that waits for the last one at each collective of a sharded model."""
+    time, waiting = CountedTime(rank, 1e9), StepTimer.waiting
 
     @contextmanager
     def waits(timer):
@@ -105,20 +91,17 @@ def counted(rank, timed=True):
     return time
 
 
-def _learns(rank, speeds, settings, kwargs, timed, folder=None):
+def _learns(rank, speeds, settings, kwargs, folder):
     """Sizes that were run and planned; with a folder, also those of a run that goes on from the end."""
-    model = Timed(counted(rank, timed).spend, speeds[rank])
-    strategy = HeteroFSDPStrategy(replan=6, **settings)
+    model, strategy = Timed(counted(rank).spend, speeds[rank]), HeteroFSDPStrategy(replan=6, **settings)
     save = {"callbacks": [ModelCheckpoint(folder)], "enable_checkpointing": True} if folder else {}
-    trainer = trainer_of(strategy, len(speeds), **{"max_epochs": 1, **kwargs, **save})
-    path = next(folder.glob("*.ckpt"), None) if folder else None
-    trainer.fit(model, DataLoader(Points(16 * len(speeds) * 26), 16, shuffle=True), ckpt_path=path)
-    return model.ran, [entry.plan.local_batch_sizes for entry in strategy.plan_history]
+    kwargs = {"max_epochs": 1, "ckpt_path": next(folder.glob("*.ckpt"), None) if folder else None, **save, **kwargs}
+    done = fit(rank, strategy, len(speeds), 16, model, Points(16 * len(speeds) * 26), **kwargs)
+    return [len(own) for *_, own in done["seen"]], [sizes for *_, sizes in done["history"]]
 
 
-def learned(speeds, settings=None, *args, timed=True, **kwargs):
-    """In new processes, whose time is counted."""
-    return run_ranks(_learns, len(speeds), speeds, settings or {}, kwargs, timed, *args, timeout=240)
+def learned(speeds, settings=None, folder=None, **kwargs):
+    return run_ranks(_learns, len(speeds), speeds, settings or {}, kwargs, folder)
 
 
 SPEEDS = (0.0008, 0.0024)  # seconds per sample: of 32 samples, 24 and 8 take equally long
@@ -152,12 +135,6 @@ def test_memory_bounds_the_split_and_a_resumed_run_begins_with_what_was_learned(
     assert again[0] == (18, 14)
 
 
-def test_timing_without_marks_finds_all_ranks_equally_fast():
-    """What the marks are there for: the times of a whole step tell nothing of a rank's own speed."""
-    plans = learned(SPEEDS, timed=False)[0][1]
-    assert all(abs(size - 16) <= 3 for plan in plans for size in plan), plans
-
-
 # what it begins with, and what it says
 
 
@@ -169,64 +146,34 @@ class Normalised(Sharded):
         torch.manual_seed(rank)
         self.net = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 1)).double()
         self.net[1].running_mean.fill_(float(rank))
-        self.first, self.began = self.net[0].weight.detach().clone().numpy().ravel(), []
+        self.first = self.net[0].weight.detach().clone().numpy().ravel()
 
     def on_train_start(self):
-        self.began = [self.net[1].running_mean.tolist(), self.flat()]
+        self.began = self.net[1].running_mean.tolist(), self.flat()
 
 
 def _begins(rank):
-    found, lines = {}, collected()
-    model, strategy = Normalised(rank), HeteroFSDPStrategy()
-    trainer_of(strategy, 2, max_epochs=1, limit_train_batches=1).fit(model, DataLoader(Points(16), 4))
-    found["began"] = model.first, *model.began
-    for policy in ("static", "even"):
-        strategy = HeteroFSDPStrategy(policy=policy)
-        fit(rank, strategy, 2, 8, model=Sharded(), dataset=Points(64))
-        found[policy] = {entry.plan.local_batch_sizes for entry in strategy.plan_history}
+    lines, model = collected(), Normalised(rank)
+    fit(rank, HeteroFSDPStrategy(), 2, 4, model, Points(16), max_epochs=1)
     strategy = HeteroFSDPStrategy(reshard_after_forward=False, auto_wrap_policy={Block})
-    fit(rank, strategy, 2, 8, model=ShardsItself(), max_epochs=1)
-    found["without effect"] = [line for line in lines if "without effect" in line]
-    trainer = trainer_of(HeteroFSDPStrategy(), 2)
-    for number in (1, 2):
-        trainer.fit_loop.max_epochs = number
-        trainer.fit(Sharded(loss_scale=float("nan")), DataLoader(Points(16), 4))
-    found["nan"] = [line for line in lines if "the loss is nan" in line]
-    return found
+    fit(rank, strategy, 2, 8, ShardsItself(), max_epochs=1)
+    fit(rank, HeteroFSDPStrategy(), 2, 4, Sharded(loss_scale=float("nan")), Points(16))
+    return (
+        model.first,
+        *model.began,
+        *([line for line in lines if text in line] for text in ("without effect", "the loss is nan")),
+    )
 
 
 def test_all_ranks_begin_with_the_weights_of_rank_0_and_say_what_is_wrong():
-    one, other = run_ranks(_begins, 2, timeout=240)
-    assert not np.array_equal(one["began"][0], other["began"][0])
-    for _, mean, flat in (one["began"], other["began"]):
-        assert mean == [0.0] * 7
-        np.testing.assert_array_equal(flat[: one["began"][0].size], one["began"][0])
-        np.testing.assert_array_equal(flat, one["began"][2])
-    for policy in ("static", "even"):
-        assert one[policy] in ({(8, 8)}, set())
-    assert ["reshard_after_forward" in line for line in one["without effect"]] == [True]
-    assert other["without effect"] == []
-    assert [len(found["nan"]) for found in (one, other)] == [2, 2], "each training says it"
-
-
-def _uses(rank):
-    """Two fits of one module, a loop of one's own behind them, and evaluations around a fit."""
-    model, weights, found = Sharded(), [], {}
-    for _ in range(2):
-        trainer = trainer_of(HeteroFSDPStrategy(local_batch_sizes=[12, 4]), 2, max_epochs=1)
-        trainer.fit(model, DataLoader(Points(SAMPLES), 8, shuffle=True))
-        weights.append(model.flat())
-    model.net(torch.ones(3, 5, dtype=D)).sum().backward()
-    found["fits"] = weights
-    for kind in (Evaluated, EvaluatedShards):
-        for settings in ({"balance_evaluation": True}, {"replicate_size": 2}):
-            model, trainer, data = kind(), trainer_of(HeteroFSDPStrategy(**settings), 2, max_epochs=1), Points(8)
-            loss = trainer.test(model, DataLoader(data, 2), verbose=False)[0]["loss"]
-            found[kind.__name__, str(settings)] = loss, list(model.tested)
-            trainer.validate(model, DataLoader(data, 2), verbose=False)
-            trainer.fit(model, DataLoader(data, 2), DataLoader(data, 2))
-            trainer.test(model, DataLoader(data, 2), verbose=False)
-    return found
+    (first, mean, flat, idle, nan), (other, its_mean, its_flat, its_idle, its_nan) = run_ranks(_begins, 2)
+    assert not np.array_equal(first, other)
+    assert mean == its_mean == [0.0] * 7
+    np.testing.assert_array_equal(flat[: first.size], first)
+    np.testing.assert_array_equal(flat, its_flat)
+    assert ["reshard_after_forward" in line for line in idle] == [True]
+    assert its_idle == []
+    assert [len(nan), len(its_nan)] == [1, 1]
 
 
 class Evaluated(Sharded):
@@ -246,11 +193,25 @@ class EvaluatedShards(Evaluated, ShardsItself):
     """Its own sharding leaves the outermost module gathered after an evaluation."""
 
 
-def test_a_module_can_be_fitted_twice_and_evaluated_before_and_after():
+def _uses(rank):
+    """Evaluations around a fit, and a loop of one's own behind it."""
+    found = {}
+    for kind in (Evaluated, EvaluatedShards):
+        for settings in ({"balance_evaluation": True}, {"replicate_size": 2}):
+            model, trainer, data = kind(), trainer_of(HeteroFSDPStrategy(**settings), 2, max_epochs=1), Points(8)
+            loss = trainer.test(model, DataLoader(data, 2), verbose=False)[0]["loss"]
+            found[kind.__name__, str(settings)] = loss, list(model.tested)
+            trainer.validate(model, DataLoader(data, 2), verbose=False)
+            trainer.fit(model, DataLoader(data, 2), DataLoader(data, 2))
+            trainer.test(model, DataLoader(data, 2), verbose=False)
+            model.net(torch.ones(3, 5, dtype=D)).sum().backward()
+    return found
+
+
+def test_a_module_can_be_evaluated_before_and_after_its_fit():
     expected = Sharded().loss(next(iter(DataLoader(Points(8), 8)))).item()
-    first, second = run_ranks(_uses, 2, timeout=240)
-    assert not np.array_equal(*first["fits"])
-    for name in set(first) - {"fits"}:
+    first, second = run_ranks(_uses, 2)
+    for name in first:
         assert [first[name][0], second[name][0]] == pytest.approx([expected] * 2)
         assert sorted(first[name][1] + second[name][1]) == list(range(8))
 
@@ -270,7 +231,7 @@ def _train(rank, sizes, settings, kwargs, model=Sharded):
     """With ``settings`` of None under ``hetero_ddp``."""
     cls = HeteroDDPStrategy if settings is None else HeteroFSDPStrategy
     strategy, ranks = cls(local_batch_sizes=sizes, **(settings or {})), len(sizes)
-    return fit(rank, strategy, ranks, 10 // ranks, model=model(), dataset=Points(70), max_epochs=3, **kwargs)
+    return fit(rank, strategy, ranks, 10 // ranks, model(), Points(70), max_epochs=3, **kwargs)
 
 
 def saves(folder, steps=5):
@@ -282,14 +243,14 @@ def saves(folder, steps=5):
 def test_training_resumes_inside_an_epoch_on_any_number_of_ranks(tmp_path, files):
     """7 steps an epoch, saved after 10: inside the second epoch. Four ranks hold two replicas."""
     settings = {"save_distributed_checkpoint": files}
-    full = run_ranks(_train, 2, [7, 3], settings, saves(tmp_path), timeout=240)
+    full = run_ranks(_train, 2, [7, 3], settings, saves(tmp_path))
     path = next(tmp_path.glob("*step=10.ckpt"))
     assert path.is_dir() == files
     before = [i for r in full for epoch, step, seen in r["seen"] if epoch == 1 and step < 3 for i in seen]
     for sizes in ([7, 3], [5, 4, 1], [10], [1, 2, 3, 4]):
         model = AsksForSteps if sizes == [7, 3] else Sharded
         more = {**settings, "replicate_size": 2 if len(sizes) == 4 else 1}
-        rest = run_ranks(_train, len(sizes), sizes, more, {"ckpt_path": str(path)}, model, timeout=240)
+        rest = run_ranks(_train, len(sizes), sizes, more, {"ckpt_path": str(path)}, model)
         assert sorted(before + covered(rest, 1)) == covered(rest, 2) == list(range(70))
         for result in rest:
             assert result["steps"] == 21
@@ -298,23 +259,22 @@ def test_training_resumes_inside_an_epoch_on_any_number_of_ranks(tmp_path, files
 
 def test_one_file_leads_from_hetero_ddp_and_back(tmp_path):
     one = {"save_distributed_checkpoint": False}
-    full = run_ranks(_train, 2, [3, 7], None, saves(tmp_path / "ddp"), timeout=240)
+    full = run_ranks(_train, 2, [3, 7], None, saves(tmp_path / "ddp"))
     path = next((tmp_path / "ddp").glob("*step=10.ckpt"))
     there = run_ranks(_train, 2, [7, 3], one, {"ckpt_path": str(path), **saves(tmp_path / "fsdp", 15)})
     path = next((tmp_path / "fsdp").glob("*step=15.ckpt"))
-    for result in (*there, *run_ranks(_train, 2, [3, 7], None, {"ckpt_path": str(path)}, timeout=240)):
+    for result in (*there, *run_ranks(_train, 2, [3, 7], None, {"ckpt_path": str(path)})):
         np.testing.assert_allclose(result["weights"], full[0]["weights"], **EXACT)
 
 
 class Planted:
     """Says that somebody's code was called."""
 
-    def __init__(self, *call):
-        self.call = call
+    def __init__(self, path):
+        self.path = path
 
     def __reduce__(self):
-        function, *arguments = self.call
-        return function, tuple(arguments)
+        return Path.touch, (self.path,)
 
 
 def flipped(content):
@@ -343,23 +303,20 @@ def _damaged(rank, path, changes):
 
 
 def test_shards_that_changed_are_named_on_every_rank_before_they_are_read(tmp_path):
-    run_ranks(_train, 2, [7, 3], {"save_distributed_checkpoint": True}, saves(tmp_path), timeout=240)
+    run_ranks(_train, 2, [7, 3], {"save_distributed_checkpoint": True}, saves(tmp_path))
     path, called = next(tmp_path.glob("*step=10.ckpt")), tmp_path / "called"
     files = sorted(one.name for one in path.iterdir())
-    hostile = pickle.dumps(Planted(Path.touch, called))
-    torchs = pickle.dumps(Planted(torch.save, [], str(called)))  # of a module whose classes are in such files
+    hostile = pickle.dumps(Planted(called))
     same = (files[0], (path / files[0]).read_bytes())
     changes = [*((name, None) for name in files), (".metadata", hostile), same]
-    for *errors, whole in run_ranks(_damaged, 2, path, changes, timeout=240):
+    for *errors, whole in run_ranks(_damaged, 2, path, changes):
         for (name, _), error in zip(changes, errors, strict=False):
             assert str(path) in error
             assert name in error or name == "hetero_state.sha256"
         assert whole is None
     (path / "hetero_state.sha256").unlink()  # as of plain fsdp
-    for *errors, whole in run_ranks(
-        _damaged, 2, path, [(".metadata", hostile), (".metadata", torchs), same], timeout=240
-    ):
-        assert all(".metadata" in error for error in errors)
+    for error, whole in run_ranks(_damaged, 2, path, [(".metadata", hostile), same]):
+        assert ".metadata" in error
         assert whole is None
     assert not called.exists()
 
@@ -378,7 +335,7 @@ def _raises(rank, folder, ranks):
 
 def test_a_rank_alone_saves_no_shards_and_waits_for_nobody(tmp_path):
     """One rank that is all does save."""
-    errors = run_ranks(_raises, 2, tmp_path, 2, expect_errors=True, timeout=60)
+    errors = run_ranks(_raises, 2, tmp_path, 2, expect_errors=True)
     assert [(rank, kind) for rank, kind, _ in errors] == [(0, "RuntimeError"), (1, "RuntimeError")]
     assert not list(tmp_path.iterdir())
     assert run_ranks(_raises, 1, tmp_path, 1, expect_errors=True)[0][1] == "ArithmeticError"
@@ -393,24 +350,16 @@ def test_a_rank_alone_saves_no_shards_and_waits_for_nobody(tmp_path):
     [
         ({"compression": "block_topk"}, "hetero_ddp"),
         ({"hierarchy": "nodes"}, "replicate_size="),
-        ({"sparse_optimizer": True}, "sparse_optimizer"),
         ({"staleness": 1}, "staleness"),
-        ({"transfer_priority": True}, "transfer_priority"),
         ({"probe_memory": True}, "max_local_batch_sizes="),
         ({"on_nonfinite": "skip"}, "on_nonfinite"),
         ({"tensor_parallel_size": 2}, "ModelParallelStrategy"),
         ({"ddp_comm_hook": print}, "ddp_comm_hook"),
-        ({"find_unused_parameters": True}, "find_unused_parameters"),
         ({"sharding_strategy": "HYBRID_SHARD"}, "replicate_size="),
-        ({"max_total_batch_size": 64}, "AdaptiveBatchCallback"),
         ({"max_local_batch_size": 64}, "max_local_batch_sizes"),
-        ({"auto_wrap_policy": ["Block"]}, "auto_wrap_policy"),
-        ({"auto_wrap_policy": nn.Linear}, "auto_wrap_policy"),
         ({"auto_wrap_policy": print}, "FSDP1"),
         ({"mp_policy": "bf16"}, "mp_policy"),
         ({"reshard_after_forward": "True"}, "reshard_after_forward"),
-        ({"replicate_size": 0}, "replicate_size=0"),
-        ({"local_batch_sizes": [3, 1], "policy": "static"}, "policy"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
 )
@@ -434,10 +383,8 @@ class Odd(Sharded):
             self.other.weight = self.net[0].weight
         elif what == "own":
             self.scale = nn.Parameter(torch.ones((), dtype=D))
-        elif what == "in a list":
-            self.weights = nn.ParameterList([torch.ones(2)])
-        elif what in ("rescaled", "sparse"):
-            self.table = nn.Embedding(3, 2, **({"max_norm": 1.0} if what == "rescaled" else {"sparse": True}))
+        elif what == "rescaled":
+            self.table = nn.Embedding(3, 2, max_norm=1.0)
         elif what == "thawed":
             self.scale = nn.Parameter(torch.ones(1, dtype=D), requires_grad=False)
         elif what == "deeper" and dist.is_initialized() and dist.get_rank() == 1:
@@ -452,8 +399,6 @@ class Odd(Sharded):
             for part in (self.net[0], self.net[2], self.net):
                 fully_shard(part, mesh=strategy.data_parallel_mesh)
             self.net[0].set_gradient_divide_factor(1.0)
-        elif self.what == "half of a mesh":
-            fully_shard(self.net, mesh=strategy.device_mesh["tensor_parallel"])
 
     def forward(self, x):
         out = self.net(x) * (self.scale if hasattr(self, "scale") else 1.0)
@@ -476,12 +421,9 @@ class Odd(Sharded):
 ODD = {
     "shared": "net.*other",
     "own": "scale",
-    "in a list": r"weights\.0",
     "partly": "net.2.weight",
     "divided": "set_gradient_divide_factor",
-    "half of a mesh": "data_parallel_mesh",
     "rescaled": "max_norm",
-    "sparse": "table",
     "direct": "loss.backward",
     "thawed": "scale",
     "grown": "late.weight",
@@ -490,14 +432,9 @@ REFUSED = {
     "auto_wrap_policy": ({"auto_wrap_policy": {Block}}, {}),
     "replicate_size=3": ({"replicate_size": 3}, {}),
     "data_parallel_size=4": ({"data_parallel_size": 4}, {}),
-    "max_local_batch_sizes": ({"max_local_batch_sizes": [4]}, {}),
     "LearningRateFinder": ({}, {"callbacks": LearningRateFinder}),
     "GNSCallback": ({}, {"callbacks": GNSCallback}),
-    "AdaptiveBatchCallback": ({}, {"callbacks": partial(AdaptiveBatchCallback, 64)}),
-    "TTACallback": ({}, {"callbacks": TTACallback}),
     "LookAheadCallback": ({}, {"callbacks": LookAheadCallback}),
-    "StochasticWeightAveraging": ({}, {"callbacks": partial(StochasticWeightAveraging, 0.1)}),
-    "EMAWeightAveraging": ({}, {"callbacks": EMAWeightAveraging}),
     "sync_batchnorm=True": ({}, {"sync_batchnorm": True}),
 }
 
@@ -510,33 +447,19 @@ def _refused(rank):
         kwargs = {name: [value()] if name == "callbacks" else value for name, value in kwargs.items()}
         with pytest.raises(Exception, match=match):
             fit(rank, HeteroFSDPStrategy(**settings), 2, 8, model=Sharded(), **kwargs)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(VARIABLE, "{}")
-        with pytest.raises(Exception, match=VARIABLE):
-            fit(rank, "hetero_fsdp", 2, 8, model=Sharded())
     return True
 
 
 def test_what_cannot_be_sharded_is_refused_on_every_rank():
-    assert run_ranks(_refused, 2, timeout=120) == [True, True]
+    assert run_ranks(_refused, 2) == [True, True]
 
 
-class OtherDevice(Sharded):
-    """The second rank is on a device of another kind, as far as the strategy can tell."""
-
-    def configure_model(self):
-        if self.trainer.global_rank == 1:
-            type(self.trainer.strategy).root_device = torch.device("meta")
+def _differs(rank):
+    dist.init_process_group("gloo")
+    fit(rank, HeteroFSDPStrategy(), 2, 8, model=Odd("deeper"))
 
 
-def _differs(rank, kind):
-    if kind == "deeper":
-        dist.init_process_group("gloo")
-    fit(rank, HeteroFSDPStrategy(), 2, 8, model=OtherDevice() if kind == "device" else Odd(kind))
-
-
-@pytest.mark.parametrize(("kind", "match"), [("device", "kind of device"), ("deeper", "the model")])
-def test_ranks_that_differ_are_refused_on_every_rank(kind, match):
-    errors = run_ranks(_differs, 2, kind, expect_errors=True, timeout=60)
+def test_ranks_whose_models_differ_are_refused_on_every_rank():
+    errors = run_ranks(_differs, 2, expect_errors=True)
     assert [rank for rank, *_ in errors] == [0, 1]
-    assert all(match in message for *_, message in errors)
+    assert all("the model" in message for *_, message in errors)

@@ -18,7 +18,7 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from tests.helpers import Points, Regressor, collected, trainer_of
 from tests.loops import SAMPLES, flat_grads, masked_count, network
@@ -126,17 +126,15 @@ def front(name, rank, model=None, collate_fn=None, **settings):
 
 
 def windows(iterator, fetched):
-    """The micro-batches of each optimizer step: one, all fetched first, or one while the next is fetched already."""
+    """The micro-batches of each optimizer step: all fetched first, or one while the next is fetched already."""
     if fetched == "window":
         while batches := list(islice(iterator, WINDOW)):
             yield batches
-    elif fetched == "one":
-        yield from ([batch] for batch in iterator)
-    else:
-        following = next(iterator)
-        while following is not None:
-            batch, following = following, next(iterator, None)
-            yield [batch]
+        return
+    following = next(iterator)
+    while following is not None:
+        batch, following = following, next(iterator, None)
+        yield [batch]
 
 
 def _own_loop(rank, name, cases):
@@ -153,32 +151,6 @@ def _own_loop(rank, name, cases):
     return results
 
 
-class Losses(Regressor):
-    """Lightning: the trainer fetches batches one by one."""
-
-    def __init__(self, kind):
-        super().__init__(lr=0.0)
-        self.kind, self.steps = kind, []
-
-    def training_step(self, batch, batch_idx):
-        self.indices = batch[2].tolist()
-        everyone = lambda n: self.trainer.strategy.reduce(n.clone().double(), reduce_op="sum")  # noqa: E731
-        return window_losses(self.kind, self, [batch], everyone)[0]()
-
-    def on_before_optimizer_step(self, optimizer):
-        self.steps.append((flat_grads(self), [self.indices]))
-
-
-def _lightning(rank, name, cases):
-    from lightning_hetero import HeteroDDPStrategy
-
-    models = [Losses(kind) for kind, _ in cases]
-    for model in models:
-        strategy = HeteroDDPStrategy(local_batch_sizes=SIZES, **SETTINGS[model.kind])
-        trainer_of(strategy, 2, max_epochs=1).fit(model, DataLoader(Points(SAMPLES), 5, shuffle=True))
-    return [model.steps for model in models]
-
-
 def reference(kind, steps):
     """Gradients of one process, a sum divided by two as DDP does with two ranks."""
     data, model, grads = Points(SAMPLES), network(), []
@@ -191,14 +163,11 @@ def reference(kind, steps):
     return np.stack(grads)
 
 
-FETCHED = {"lightning": ("one",), **dict.fromkeys(OWN, ("window", "ahead"))}
-FRONTS = (*FETCHED,)
-
-
-@pytest.mark.parametrize("name", FETCHED)
+@pytest.mark.parametrize("name", OWN)
 def test_gradients_equal_one_process_however_batches_are_fetched(name):
-    cases = [(kind, fetched) for fetched in FETCHED[name] for kind in LOSSES]
-    results = run_ranks(_lightning if name == "lightning" else _own_loop, 2, name, cases, env=ENV, timeout=240)
+    """The trainer of Lightning fetches one by one: test_front_ends.py."""
+    cases = [(kind, fetched) for fetched in ("window", "ahead") for kind in LOSSES]
+    results = run_ranks(_own_loop, 2, name, cases, env=ENV)
     for (kind, fetched), ranks in zip(cases, zip(*results, strict=True), strict=True):
         steps = [
             [sum(parts, []) for parts in zip(*(micro_batches for _, micro_batches in step), strict=True)]
@@ -215,48 +184,35 @@ def test_gradients_equal_one_process_however_batches_are_fetched(name):
 # two loaders
 
 
-class Ordered(torch.utils.data.Sampler):
-    def __len__(self):
-        return SAMPLES
-
-    def __iter__(self):
-        return iter(range(SAMPLES))
-
-
 def _two_loaders(rank, name):
-    """Each way to train on two loaders at once: the error of a loss of both, or gradients and samples."""
+    """Two ways to train on two loaders at once: the error of a loss of both, and gradients and samples."""
     found = {}
-    for kind, sizes in itertools.product(("apart", "joined", "concatenated"), (SIZES, None)):
-        ours, steps = front(name, rank, local_batch_sizes=sizes), []
-        second = ours.prepared(DataLoader(Points(SAMPLES, seed=1), 5, sampler=Ordered()))
+    for kind in ("apart", "joined"):
+        ours, steps = front(name, rank), []
+        second = ours.prepared(DataLoader(Points(SAMPLES, seed=1), 5, sampler=SubsetRandomSampler(range(SAMPLES))))
         try:
             for one, other in zip(ours.loader, second, strict=False):
                 ours.model.zero_grad()
-                if kind == "concatenated":
-                    ours.backward(ours.model(torch.cat([one[0], other[0]])).square().mean())
-                elif kind == "joined":
+                if kind == "joined":
                     ours.backward(mean(ours.model, *one[:2]) + mean(ours.model, *other[:2]))
-                else:
-                    for batch in (one, other):
-                        ours.backward(mean(ours.model, *batch[:2]))
+                for batch in (one, other):
+                    ours.backward(mean(ours.model, *batch[:2]))
                 steps.append((flat_grads(ours.model), one[2].tolist(), other[2].tolist()))
         except RuntimeError as error:
             steps = str(error), len(steps)
-        found[kind, sizes is None] = steps
+        found[kind] = steps
     return found
 
 
 @pytest.mark.parametrize("name", ["fabric", "accelerate"])
 def test_losses_of_two_loaders_equal_one_process_by_themselves_and_are_refused_joined(name):
-    ranks = run_ranks(_two_loaders, 2, name, env=ENV, timeout=240)  # after an error, heartbeats go on
+    ranks = run_ranks(_two_loaders, 2, name, env=ENV)
     for found in ranks:
-        for kind, uneven in itertools.product(("joined", "concatenated"), (True, False)):
-            text, step = found[kind, uneven]
-            assert (step, "two loaders" in text) == (0, True)
+        text, step = found["joined"]
+        assert (step, "two loaders" in text) == (0, True)
     data, others, model = Points(SAMPLES), Points(SAMPLES, seed=1), network()
-    steps = [found["apart", False] for found in ranks]
-    assert len(steps[0]) >= 7
-    for (got, first, second), (same, *rest) in zip(*steps, strict=True):
+    assert len(ranks[0]["apart"]) >= 7
+    for (got, first, second), (same, *rest) in zip(*(found["apart"] for found in ranks), strict=True):
         model.zero_grad()
         for points, indices in ((data, first + rest[0]), (others, second + rest[1])):
             mean(model, points.x[indices], points.y[indices]).backward()
@@ -300,29 +256,9 @@ def causal_of(*lengths):
     return loss
 
 
-def labelled_by_chance():
-    """Labels of the first batch are the numbers of its rows."""
-    batches = itertools.count()
-
-    def loss(z, net):
-        labels = torch.arange(len(z))
-        return nn.functional.cross_entropy(z, labels if next(batches) == 0 else labels.flip(0))
-
-    return loss
-
-
-def pairs(z):
-    return nn.functional.normalize(z[:, :6]), nn.functional.normalize(z[:, 6:12])
-
-
 def contrastive(z, net):
-    one, other = pairs(z)
+    one, other = nn.functional.normalize(z[:, :6]), nn.functional.normalize(z[:, 6:12])
     return nn.functional.cross_entropy(one @ other.T / 0.1, torch.arange(len(z)))
-
-
-def two_views(z, net):
-    scores = torch.cat([z[:, :7] @ torch.ones(7, 7).double(), z[:, 7:]])[:, : len(z)]
-    return nn.functional.cross_entropy(scores, torch.arange(len(z)).repeat(2))
 
 
 def gathered(z, net):
@@ -352,58 +288,32 @@ class WeightRegularizerMixin:
     """Base of those with learned classes."""
 
 
-def arcface(z, net):
-    """Products with the normalized weights of twice as many classes as samples."""
-    classes = nn.functional.normalize(next(reversed(list(net.parameters())[:-1])))
-    return nn.functional.cross_entropy(nn.functional.normalize(z[:, :9]) @ classes.T, torch.arange(len(z)) // 2)
-
-
-def variational(z, net):
-    center, spread = z[:, :7], z[:, 7:]
-    return center.square().sum() - 0.5 * torch.sum(1 + spread - center**2 - spread.exp())
-
-
-def binary(reduction):
-    return lambda z, net: nn.functional.binary_cross_entropy(z.sigmoid(), torch.ones_like(z), reduction=reduction)
-
-
 WEIGHTS = torch.linspace(0.1, 1.0, 14, dtype=torch.float64)
 TOLD = {
     "weight_fn": {
-        "class weights": lambda: entropy(weight=WEIGHTS),
-        "class weights in a sum of losses": lambda: lambda z, net: 0.5 * entropy(weight=WEIGHTS)(z, net) + z.mean(),
+        "class weights": lambda: lambda z, net: 0.5 * entropy(weight=WEIGHTS)(z, net) + z.mean(),
         "ignored labels": lambda: entropy(ignored=2),
     },
     "loss_reduction": {
         "entropy": lambda: entropy(reduction="sum"),
         "squares": lambda: lambda z, net: 0.5 * (z - 1).square().sum(),
-        "binary": lambda: binary("sum"),
-        "variational": lambda: variational,
+        "variational": lambda: lambda z, net: z[:, :7].square().sum() - 0.5 * torch.sum(1 + z[:, 7:] - z[:, 7:].exp()),
     },
     "min_local_batch_size": {
         "contrastive": lambda: contrastive,
-        "contrastive of two views": lambda: two_views,
         "CoSENT": lambda: known("CoSENTLoss"),
-        "NTXent": lambda: known("NTXentLoss", BaseMetricLossFunction),
+        "NTXent": lambda: known("OwnLoss", BaseMetricLossFunction),
         "Dice over the batch": lambda: known("GeneralizedDiceLoss", batch=True),
     },
     None: {
         "entropy": entropy,
         "entropy, equal class weights": lambda: entropy(weight=torch.ones(14, dtype=torch.float64)),
-        "a mean of weighted rows": lambda: lambda z, net: entropy(weight=WEIGHTS, reduction="none")(z, net).mean(),
         "entropy, summed and divided": lambda: lambda z, net: entropy(reduction="sum")(z, net) / len(z),
-        "squares": lambda: lambda z, net: nn.functional.mse_loss(z, torch.ones_like(z)),
         "squares, summed and divided": lambda: lambda z, net: (z - 1).square().sum() * (1 / z.numel()),
-        "squares, masked by hand": lambda: lambda z, net: ((z - 1).square() * (z > 0)).sum() / (z > 0).sum(),
         "and weights": lambda: lambda z, net: z.square().mean() + sum(p.square().sum() for p in net.parameters()),
-        "root of a mean": lambda: lambda z, net: z.square().mean().sqrt(),
-        "binary": lambda: binary("mean"),
-        "causal": lambda: causal_of(2),
         "causal, lengths that change": lambda: causal_of(2, 7),
-        "labelled by chance": labelled_by_chance,
         "gathered": lambda: gathered,
-        "ArcFace": lambda: arcface,
-        "ArcFace of a library": lambda: known("ArcFaceLoss", WeightRegularizerMixin, BaseMetricLossFunction),
+        "ArcFace": lambda: known("ArcFaceLoss", WeightRegularizerMixin, BaseMetricLossFunction),
         "Dice": lambda: known("DiceLoss", batch=False),
     },
 }
@@ -451,7 +361,7 @@ def _told(rank, name, cases):
 
 def told(name, *cases):
     """The settings that rank 0 names in each run; other ranks say nothing."""
-    first, *others = run_ranks(_told, 2, name, cases, env=ENV, timeout=240)
+    first, *others = run_ranks(_told, 2, name, cases, env=ENV)
     assert all(not any(found) for found in others)
     return first
 
@@ -471,11 +381,10 @@ def test_a_loss_that_the_weights_do_not_fit_is_named_with_its_setting_and_no_oth
 CHOSEN = (("weight_fn", "class weights"), ("loss_reduction", "squares"), ("min_local_batch_size", "contrastive"))
 
 
-@pytest.mark.parametrize("name", FRONTS)
+@pytest.mark.parametrize("name", ["lightning", *OWN])
 def test_every_front_end_names_losses_and_dropped_rows_once(name):
-    cases = [(case, None, {}) for case in (*CHOSEN, (None, "causal"))]
-    said = told(name, *cases, ((None, "entropy"), drop, {}))
-    assert said == [["weight_fn"], ["loss_reduction"], ["min_local_batch_size"], [], ["weight_fn"]]
+    said = told(name, *((case, None, {}) for case in CHOSEN), ((None, "entropy"), drop, {}))
+    assert said == [["weight_fn"], ["loss_reduction"], ["min_local_batch_size"], ["weight_fn"]]
 
 
 def test_nothing_is_said_where_the_user_has_decided_or_sizes_never_differ():
@@ -492,12 +401,6 @@ def _all_gather(rows):
     return torch.cat(parts)
 
 
-def _into_tensor(rows):
-    everyone = rows.new_zeros(2 * len(rows), *rows.shape[1:])
-    dist.all_gather_into_tensor(everyone, rows.detach())
-    return everyone
-
-
 def _gather(rows):
     parts = [torch.zeros_like(rows) for _ in range(2)] if dist.get_rank() == 0 else None
     dist.gather(rows.detach(), parts)
@@ -512,7 +415,6 @@ def _all_to_all_single(rows):
 
 GATHERS = {
     "all_gather": _all_gather,
-    "all_gather_into_tensor": _into_tensor,
     "gather": _gather,
     "all_to_all_single": _all_to_all_single,
     "all_gather_tensor": lambda rows: functional.all_gather_tensor(rows.detach(), 0, dist.group.WORLD) + 0,
@@ -522,49 +424,37 @@ GATHERS = {
 
 
 class Gathering:
-    """A loss that calls each gather of torch and a sum of means; ``found`` holds what came of it, by step."""
+    """A loss that calls each gather of torch and sums of means; ``found`` holds what came of it, by step."""
 
     def __init__(self):
-        self.found, self.steps = [], []
+        self.found = []
 
     def __call__(self, model, batch):
         output, found = model(batch[0]), {}
-        loss, equal = mean(model, *batch[:2]), False
         for name, gather in GATHERS.items():
             try:
-                everyone = gather(output)
+                found[name] = gather(output).detach().numpy()
             except ValueError as error:
                 found[name] = str(error)
-            else:
-                found[name], equal = everyone.detach().numpy(), True
-        if equal:
-            loss = nn.functional.mse_loss(everyone, _all_gather(batch[1]))
-        dist.reduce(output.max().detach(), 0, op=dist.ReduceOp.MAX)
         dist.all_reduce(output.mean().detach())
         self.found.append((output.detach().numpy(), found))
-        return loss
+        return mean(model, *batch[:2])
 
 
-class GatheringModule(Losses):
+class GatheringModule(Regressor):
     def __init__(self):
-        super().__init__("mean")
-        self.gathering, self.validated = Gathering(), []
+        super().__init__()
+        self.gathering = Gathering()
 
-    def training_step(self, batch, batch_idx):
-        self.indices = batch[2].tolist()
+    def loss(self, batch):
         return self.gathering(self, batch)
-
-    def validation_step(self, batch, batch_idx):
-        with pytest.raises(ValueError, match="all_gather"):
-            _all_gather(batch[0])
-        self.validated.append(batch_idx)
 
 
 SPLITS = {"unequal": SIZES, "equal": (4, 4), "may move": None}
 
 
 def _gathering(rank, name):
-    """What two steps of each split found, their gradients and samples, and what was said."""
+    """What two steps of each split found, and what was said."""
     warnings.simplefilter("ignore", FutureWarning)
     found = {}
     for split, sizes in SPLITS.items():
@@ -573,28 +463,23 @@ def _gathering(rank, name):
             from lightning_hetero import HeteroDDPStrategy
 
             model = GatheringModule()
-            strategy = HeteroDDPStrategy(local_batch_sizes=sizes, balance_evaluation=True)
-            limits = {"limit_val_batches": int(split == "unequal"), "val_check_interval": 2, "num_sanity_val_steps": 0}
-            loaders = DataLoader(Points(SAMPLES), 5, shuffle=True), DataLoader(Points(SAMPLES), 5)
-            trainer_of(strategy, 2, max_steps=2, **limits).fit(model, *loaders)
-            assert bool(model.validated) == (split == "unequal")
-            gathering, steps = model.gathering, model.steps
+            strategy = HeteroDDPStrategy(local_batch_sizes=sizes)
+            trainer_of(strategy, 2, max_steps=2).fit(model, DataLoader(Points(SAMPLES), 5, shuffle=True))
+            gathering = model.gathering
         else:
-            ours, gathering, steps = front(name, rank, local_batch_sizes=sizes), Gathering(), []
+            ours, gathering = front(name, rank, local_batch_sizes=sizes), Gathering()
             for batch in islice(iter(ours.loader), 2):
-                ours.model.zero_grad()
                 ours.backward(gathering(ours.model, batch))
-                steps.append((flat_grads(ours.model), [batch[2].tolist()]))
-        found[split] = gathering.found, steps, [line for line in said if Path(__file__).name in line]
+        found[split] = gathering.found, [line for line in said if Path(__file__).name in line]
     return found
 
 
-@pytest.mark.parametrize("name", FRONTS)
+@pytest.mark.parametrize("name", ["lightning", *OWN])
 def test_a_gather_by_the_loss_is_torchs_of_equal_batches_and_an_error_of_unequal_ones(name):
-    """Also in a validation. Sums, and gathers while the split may move, are named once, with the user's line."""
-    first, second = run_ranks(_gathering, 2, name, env=ENV, timeout=240)
-    assert [second[split][2] for split in SPLITS] == [[], [], []]
-    (unequal, _, said), (same, _, _) = first["unequal"], second["unequal"]
+    """Sums, and gathers while the split may move, are named once, with the user's line."""
+    first, second = run_ranks(_gathering, 2, name, env=ENV)
+    assert [second[split][1] for split in SPLITS] == [[], [], []]
+    (unequal, said), (same, _) = first["unequal"], second["unequal"]
     assert len(unequal) == 2
     for (_, found), (_, other) in zip(unequal, same, strict=True):
         assert found == other
@@ -602,15 +487,10 @@ def test_a_gather_by_the_loss_is_torchs_of_equal_batches_and_an_error_of_unequal
             assert f"{called.split()[0]}()" in text
             assert Path(__file__).name in text
     assert ["all_reduce()" in line for line in said] == [True]
-    (equal, one, said), (others, other, _) = first["equal"], second["equal"]
+    (equal, said), (others, _) = first["equal"], second["equal"]
     assert said == []
     for (rows, found), (more, _) in zip(equal, others, strict=True):
         for called in set(GATHERS) - {"all_to_all_single"}:
             np.testing.assert_array_equal(found[called], np.concatenate([rows, more]))
-    expected = reference(
-        "mean", [[a + b for a, b in zip(x[1], y[1], strict=True)] for x, y in zip(one, other, strict=True)]
-    )
-    for steps in (one, other):
-        np.testing.assert_allclose(np.stack([grads for grads, _ in steps]), expected, **EXACT)
-    named = [line.partition("(")[0] for line in first["may move"][2]]
+    named = [line.partition("(")[0] for line in first["may move"][1]]
     assert sorted(named) == sorted({called.split()[0] for called in GATHERS} - {"all_to_all_single"})

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -32,26 +33,6 @@ class Quiet(Sharded):
 
 
 # how the optimizer is driven
-
-
-class InClosure(Quiet):
-    """The form in which Lightning shows a closure."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        super().training_step(batch, batch_idx)
-        optimizer = self.optimizers()
-
-        def closure():
-            optimizer.zero_grad()
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            return loss
-
-        optimizer.step(closure=closure)
 
 
 class Adversaries(Quiet):
@@ -83,19 +64,68 @@ class Adversaries(Quiet):
         return [torch.optim.SGD(net.parameters(), lr=0.05) for net in (self.net, self.critic)]
 
 
-# which parameters a batch uses
+# which parameters there are, and which a batch uses
 
 
-class Unused(Quiet):
-    """A branch that takes no part in the even batches of an epoch."""
+class Shapes(Quiet):
+    """A scalar, an empty parameter, a shared one, one in the order of channels last, and one of another type."""
 
     def __init__(self):
         super().__init__()
-        self.extra = nn.Linear(5, 1, dtype=D)
+        self.net, self.again = nn.Linear(5, 5, dtype=D), nn.Linear(5, 5, dtype=D)
+        self.again.weight = self.net.weight
+        self.table, self.head = nn.Embedding(SAMPLES, 5, dtype=D), nn.Linear(4, 1)
+        self.conv = nn.Conv2d(2, 4, (2, 1), dtype=D).to(memory_format=torch.channels_last)
+        self.scale, self.empty = nn.Parameter(torch.tensor(0.1, dtype=D)), nn.Parameter(torch.empty(0, 3, dtype=D))
 
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        return loss + self.extra(batch[0]).square().mean() if batch_idx % 2 else loss
+    def loss(self, batch):
+        x, y, index = batch
+        hidden = self.again(self.net(x + self.table(index)).tanh()).tanh()
+        images = hidden[:, :4].reshape(-1, 2, 2, 1).contiguous(memory_format=torch.channels_last)
+        out = self.head(self.conv(images).flatten(1).float()).double() * self.scale.exp() + self.empty.sum()
+        return nn.functional.mse_loss(out, y)
+
+
+class Complex(Quiet):
+    def __init__(self):
+        super().__init__()
+        self.phase = nn.Parameter(torch.randn(5, dtype=torch.complex128))
+
+    def forward(self, x):
+        return self.net(x) + (x * self.phase).sum(1, keepdim=True).abs()
+
+
+class Grows(Quiet):
+    """Another layer from the second epoch on, which ranks begin with different weights."""
+
+    def on_train_epoch_start(self):
+        if self.trainer.current_epoch == 1:
+            with torch.random.fork_rng():
+                torch.manual_seed(self.global_rank)
+                self.more = nn.Linear(5, 1, dtype=D)
+            self.optimizers().add_param_group({"params": list(self.more.parameters())})
+
+    def forward(self, x):
+        return self.net(x) + (self.more(x) if hasattr(self, "more") else 0.0)
+
+
+class Unfreeze(BaseFinetuning):
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.05)
+
+
+class Finetuned(Quiet):
+    """Its first layer joins in the second epoch, as by Lightning's callback."""
+
+    def configure_callbacks(self):
+        return [Unfreeze()]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
 
 
 class Router(nn.Module):
@@ -262,14 +292,15 @@ class Case:
 
 UNUSED, HALF = {"find_unused_parameters": True}, {"precision": "bf16-mixed"}
 CASES = {
-    "closure": Case(InClosure),
     "adversaries": Case(Adversaries, UNUSED),
-    "unused": Case(Unused, UNUSED),
-    "experts, a sample each": Case(Experts, UNUSED, sizes=(1, 1), tolerance=1e-10),
     "experts, accumulated": Case(
         Experts, UNUSED, trainer={"accumulate_grad_batches": 2}, sizes=(2, 1, 1), tolerance=1e-10
     ),
     "experts, none on a rank": Case(Experts, UNUSED, sizes=(4, 0), tolerance=1e-10),
+    "odd parameters": Case(Shapes, fsdp=None, tolerance=1e-4),
+    "complex": Case(Complex, fsdp=None),
+    "another layer": Case(Grows, fsdp=None),
+    "finetuned": Case(Finetuned, fsdp=None),
     "unfrozen": Case(Unfrozen),
     "centered": Case(Centered, fsdp=None, sizes=(7, 2, 1)),
     "slope of the input": Case(Slope, UNUSED),
@@ -321,7 +352,7 @@ def _split(rank, rows):
 def split(strategy, ranks):
     rows = [row for row in ROWS if row[0] == strategy and len(CASES[row[1]].sizes) == ranks]
     try:
-        results = run_ranks(_split, ranks, rows, timeout=240)
+        results = run_ranks(_split, ranks, rows)
     except Exception as error:  # noqa: BLE001 - raised by each case's own test
         return error
     return dict(zip(rows, zip(*results, strict=True), strict=True))
@@ -333,7 +364,7 @@ def _alone(rank):
 
 @pytest.fixture(scope="module")
 def alone():
-    return run_ranks(_alone, 1, timeout=240)[0]
+    return run_ranks(_alone, 1)[0]
 
 
 @pytest.mark.parametrize(("strategy", "name"), ROWS)
