@@ -55,9 +55,7 @@ def run(script, processes, folder, **env):
     variables["PICTURES"] = str(Path(folder) / "pictures")
     variables["PYTHONPATH"] = str(Path(__file__).parents[1])
     arguments = list(ARGUMENTS.get(script.name, []))
-    if (
-        script.name == AUTOREGRESSIVE
-    ):  # its loader does not shuffle, so that _accelerate_example.py leaves its size alone
+    if script.name == AUTOREGRESSIVE:  # its loader does not shuffle, so that its size is left alone
         arguments.append(str(32 // processes))
     if script.name in PICTURES:
         arguments += ["--data_dir", variables["PICTURES"]]
