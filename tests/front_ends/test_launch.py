@@ -364,9 +364,7 @@ LAUNCHERS = {
 slow = pytest.mark.slow("starts interpreters, some of them cold")
 
 
-@pytest.mark.parametrize(
-    "launcher", ["ours", *(pytest.param(name, marks=slow) for name in LAUNCHERS if name != "ours")]
-)
+@pytest.mark.parametrize("launcher", [pytest.param(name, marks=() if name == "ours" else slow) for name in LAUNCHERS])
 def test_every_launcher_gives_the_result_of_one_process(launcher, scripts, tmp_path):
     one = result_of(execute(sys.executable, scripts[0], 16))
     two = result_of(LAUNCHERS[launcher](tmp_path, *scripts))

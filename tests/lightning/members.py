@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from functools import partial
 from itertools import pairwise
 
 import lightning as L
@@ -182,7 +183,8 @@ def wait_for(path):
         time.sleep(0.01)
 
 
-def train(folder, faults, arguments, late, accumulation=1, validates=True, validation_interval=1.0, saves=False):
+def train(folder, faults, *, arguments=None, late=True, accumulation=1, validates=True, interval=1.0, saves=False):
+    """Fit a model that suffers; with ``late``, a newcomer waits until the others have trained without it."""
     model = Suffers(folder, faults)
     model.suffer_joining()
     if model.life and late:
@@ -191,12 +193,12 @@ def train(folder, faults, arguments, late, accumulation=1, validates=True, valid
         accelerator="cpu",
         devices=SLOTS,
         plugins=[TorchElasticEnvironment()],
-        strategy=HeteroDDPStrategy(**{"replan": 4, **arguments}),
+        strategy=HeteroDDPStrategy(**{"replan": 4, **(arguments or {})}),
         max_epochs=EPOCHS,
         accumulate_grad_batches=accumulation,
         num_sanity_val_steps=0,
         limit_val_batches=1.0 if validates else 0,
-        val_check_interval=validation_interval,
+        val_check_interval=interval,
         logger=False,
         enable_checkpointing=saves,
         callbacks=[ModelCheckpoint(folder / "saved", every_n_train_steps=2, save_top_k=0, save_last=True)] * saves,
@@ -336,27 +338,22 @@ class Outcome:
         return max(float((self.ends[0]["weights"][name] - alone[name]).abs().max()) for name in alone)
 
 
-def outcome(
-    folder,
-    faults,
-    *,
-    rejoin=True,
-    arguments=None,
-    late=True,
-    accumulation=1,
-    validates=True,
-    validation_interval=1.0,
-    **kwargs,
-):
-    if rejoin:
-        for slot, life, *_ in faults:
-            (folder / f"expects-{slot}-{life}").touch()
-    given = (folder, faults, arguments or {}, late, accumulation, validates, validation_interval)
-    assert run_kept(train, SLOTS, *given, **kwargs) == [0] * SLOTS
+def outcome(folder, faults, *, rejoin=True, restarts=9, silence=5.0, accumulation=1, **given):
+    """Train with faults; the last steps are left to the newcomers, unless nobody is to ``rejoin``."""
+    joining = [where in JOINING or where == "setup" for _, _, _, where, _ in faults]
+    for number in range(rejoin * (len(lost(faults)) - sum(joining))):
+        (folder / f"expects-{number}").touch()
+    function = partial(train, folder, faults, accumulation=accumulation, **given)
+    assert run_kept(function, SLOTS, restarts=restarts, silence=silence) == [0] * SLOTS
     found = Outcome(folder)
     found.check(STEPS // accumulation)
     return found
 
 
+def lost(faults):
+    """Faults by which a worker is lost; the others only end what it is doing."""
+    return [fault for fault in faults if fault[4] in (KILL, STOP, EXIT)]
+
+
 def lives_of(faults):
-    return {(slot, 0) for slot in range(SLOTS)} | {(slot, life + 1) for slot, life, *_ in faults}
+    return {(slot, 0) for slot in range(SLOTS)} | {(slot, life + 1) for slot, life, *_ in lost(faults)}
