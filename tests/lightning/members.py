@@ -264,6 +264,7 @@ def lost_in(name, what=lose):
 
 
 JOINING = {
+    "setup": lambda first: None,  # a hook of the module
     "group": lost_in("init_process_group"),
     "connection": lost_in("init_process_group", connect),
     "steps": lost_in("all_gather_object"),
@@ -340,7 +341,7 @@ class Outcome:
 
 def outcome(folder, faults, *, rejoin=True, restarts=9, silence=5.0, accumulation=1, **given):
     """Train with faults; the last steps are left to the newcomers, unless nobody is to ``rejoin``."""
-    joining = [where in JOINING or where == "setup" for _, _, _, where, _ in faults]
+    joining = [where in JOINING for _, _, _, where, _ in faults]
     for number in range(rejoin * (len(lost(faults)) - sum(joining))):
         (folder / f"expects-{number}").touch()
     function = partial(train, folder, faults, accumulation=accumulation, **given)
