@@ -47,7 +47,6 @@ def trainer_of(*arguments):
     [
         (["--trainer.strategy=hetero_ddp", "--trainer.devices=2"], {}),
         ([CLASS, "--trainer.strategy.local_batch_sizes=[6,2]"], {"local_batch_sizes": (6, 2)}),
-        ([CLASS, "--trainer.strategy.find_unused_parameters=true"], {}),
         ([CLASS, "--trainer.strategy.replan=epoch"], {"replan": "epoch"}),
     ],
 )
