@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator, skip_first_batches
-from accelerate.data_loader import DataLoaderShard
 from accelerate.local_sgd import LocalSGD
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import (
@@ -441,45 +440,3 @@ def _damaged(rank, folder):
 
 def test_a_state_that_changed_is_named_on_every_rank_or_passed_over(tmp_path):
     assert run_ranks(_damaged, 2, str(tmp_path)) == [True, True]
-
-
-# the oldest Accelerate
-
-
-def _as_the_oldest(rank, folder):
-    """Save in a pass's last step and go on, with what Accelerate 1.0 has otherwise."""
-
-    def empty_pass(self):
-        self.begin()
-        iterator = iter(self.base_dataloader)
-        try:
-            batch = next(iterator)
-        except StopIteration:
-            yield
-        yield batch
-        yield from iterator
-        self.iteration += 1
-        self.end()
-
-    def without_parallelism(self, *args, **kwargs):
-        initialise(self, *args, **kwargs)
-        del Accelerator.parallelism_config
-
-    DataLoaderShard.__iter__ = empty_pass
-    initialise, Accelerator.__init__ = Accelerator.__init__, without_parallelism
-    accelerator = ours({"local_batch_sizes": [7, 3]})
-    Accelerator.parallelism_config = property(lambda self: None)  # which the rest of this Accelerate needs
-    loader = prepared(accelerator, loader_of(20))[2]
-    for _ in loader:
-        accelerator.save_state(folder)
-    accelerator.load_state(folder)
-    rest = [len(batch) for batch in accelerator.skip_first_batches(loader)]
-    after = [len(index) for *_, index in loader]
-    accelerator.end_training()
-    return rest, after, accelerator.gradient_state.in_dataloader
-
-
-def test_the_lowest_accelerate_that_is_declared_will_do(tmp_path):
-    """The floor in pyproject.toml is that of what is stood in for here; the tests ran with 1.0.1 as well."""
-    outcome = run_ranks(_as_the_oldest, 2, str(tmp_path), start="fork")
-    assert outcome == [([], [7, 7], False), ([], [3, 3], False)]

@@ -1,6 +1,5 @@
 """A fit whose workers are lost where faults say so, and what it must have done nevertheless."""
 
-import inspect
 import json
 import os
 import signal
@@ -209,7 +208,6 @@ def train(folder, faults, *, arguments=None, late=True, accumulation=1, validate
     trainer.fit(model, loader, DataLoader(Numbers(), batch_size=30))
     weights = model.net.state_dict() | moments(trainer.optimizers[0])
     end = {"weights": weights, "step": trainer.global_step, "world": trainer.world_size}
-    end["prefixes"] = prefixes_of_errors()
     torch.save(end, folder / f"end-{model.slot}.pt")
 
 
@@ -219,44 +217,18 @@ def moments(optimizer):
     return {f"{number} {name}": value for number, kept in state.items() for name, value in kept.items()}
 
 
-def prefixes_of_errors():
-    """How often torch puts a rank before each line of an uncaught error."""
-    hook, count = sys.excepthook, 0
-    while hook.__name__ == "_distributed_excepthook":
-        hook, count = inspect.getclosurevars(hook).nonlocals["old_hook"], count + 1
-    return count
-
-
-class GivesAddress(dist.Store):
-    """Store of a process that is lost when the others know its address, and have no connection to it yet."""
-
-    def __init__(self, store):
-        super().__init__()
-        self.store = store
-
-    def set(self, key, value):
-        self.store.set(key, value)
-
-    def wait(self, *args):
-        lose()
-
-
 def lose(*args, **kwargs):
     os.kill(os.getpid(), KILL)
 
 
-def connect(*args, store, make=dist.init_process_group, **kwargs):
-    make(*args, store=GivesAddress(store), **kwargs)
-
-
-def lost_in(name, what=lose):
+def lost_in(name):
     """Return a function that lets this process be lost in a call of torch's, from the given generation on."""
 
     def strike(first):
         call = getattr(dist, name)
 
         def lossy(*args, **kwargs):
-            return (what if int(os.environ["LIGHTNING_HETERO_GENERATION"]) >= first else call)(*args, **kwargs)
+            return (lose if int(os.environ["LIGHTNING_HETERO_GENERATION"]) >= first else call)(*args, **kwargs)
 
         setattr(dist, name, lossy)
 
@@ -266,7 +238,6 @@ def lost_in(name, what=lose):
 JOINING = {
     "setup": lambda first: None,  # a hook of the module
     "group": lost_in("init_process_group"),
-    "connection": lost_in("init_process_group", connect),
     "steps": lost_in("all_gather_object"),
     "state": lost_in("broadcast_object_list"),
     "control plane": lost_in("new_group"),
@@ -311,7 +282,6 @@ class Outcome:
             assert sum(sizes) == LOCAL * SLOTS, step
             assert all(len(batch) == len(sizes) for batch in self.batches[step]), step
         assert {end["step"] for end in self.ends} == {steps}
-        assert {end["prefixes"] for end in self.ends} == {1}
         first = self.ends[0]["weights"]
         for end in self.ends[1:]:
             assert all(torch.equal(first[name], end["weights"][name]) for name in first)

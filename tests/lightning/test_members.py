@@ -104,7 +104,6 @@ SLOW = {
     "a sum does not end": ([(1, 0, 6, "forward", ENDLESS), (2, 0, 6, "forward", KILL)], {}),
     "setting up": joins((1, 1, 0, "setup")),
     "before the group": joins((1, 1, 0, "group")),
-    "connecting": joins((1, 1, 0, "connection")),
     "one after another": joins(
         (1, 1, 0, "steps"), (1, 2, 0, "state"), (1, 3, 0, "control plane"), (1, 4, 0, "forward")
     ),
