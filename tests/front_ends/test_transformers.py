@@ -614,7 +614,7 @@ def test_loaders_of_every_kind_and_callbacks_are_those_of_one_process():
 
 
 def _others(rank):
-    """A total of given sizes, a batch size that is found, and a step that fails."""
+    """A total of given sizes, and a batch size that is found when a step has failed."""
     given = trainer_of((2, 9), 8, max_steps=6)  # 8 is not their sum
     result = trained(given)
     found = [given.get_total_train_batch_size(given.args), result["epoch"]]
@@ -627,15 +627,7 @@ def _others(rank):
 
     finds.model.register_forward_pre_hook(fail_once, with_kwargs=True)
     found.append(trained(finds)["plans"][-1])
-    fails = trainer_of()
-
-    def fail(*given, **named):
-        raise ArithmeticError(fails.args.average_tokens_across_devices)
-
-    fails.compute_loss = fail
-    with pytest.raises(ArithmeticError, match="False"):
-        fails.train()
-    return [*found, fails.args.average_tokens_across_devices]
+    return [*found, finds.args.average_tokens_across_devices]
 
 
 def test_totals_are_given_or_found_and_what_was_switched_is_put_back():

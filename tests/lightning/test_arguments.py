@@ -131,22 +131,18 @@ def test_strategies_that_shard_the_model_are_refused_by_name(make, name):
 
 
 def _wraps(rank):
-    def no_stream(*args):
-        raise AssertionError("on another stream, gradients would wait for it in each step")
+    """Arguments of DDP; on a stream of its own, gradients would wait for it in each step."""
+    made, initialise = [], DistributedDataParallel.__init__
 
-    made, strategy = [], HeteroDDPStrategy(static_graph=True, bucket_cap_mb=5)
+    def noted(self, *args, **kwargs):
+        made.append({key: kwargs.get(key) for key in ("static_graph", "bucket_cap_mb", "device_ids")})
+        initialise(self, *args, **kwargs)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "stream", no_stream)
-        patch.setattr(torch.cuda, "Stream", no_stream)
-        initialise = DistributedDataParallel.__init__
-
-        def noted(self, *args, **kwargs):
-            made.append(kwargs)
-            initialise(self, *args, **kwargs)
-
+        patch.setattr(torch.cuda, "stream", None)
         patch.setattr(DistributedDataParallel, "__init__", noted)
-        fit(rank, strategy, 2, 4, dataset=Points(16), max_epochs=1)
-    return [{key: given.get(key) for key in ("static_graph", "bucket_cap_mb", "device_ids")} for given in made]
+        fit(rank, HeteroDDPStrategy(static_graph=True, bucket_cap_mb=5), 2, 4, dataset=Points(16), max_epochs=1)
+    return made
 
 
 def test_ddp_is_built_on_the_stream_that_computes_with_the_users_arguments():

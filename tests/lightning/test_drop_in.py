@@ -4,7 +4,6 @@ Samplers, hooks of callbacks, validation, test and prediction, checkpoints and t
 that are logged under uneven sizes.
 """
 
-import csv
 import warnings
 
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 import torch
 from lightning import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from tests.helpers import Points, Regressor, fit, trainer_of
@@ -161,29 +159,18 @@ class Logs(Regressor):
 LOGGED = [((3, 4), 25), ((6, 1), 7), ((5, 0), 21)]
 
 
-def _logs(rank, folder):
+def _logs(rank):
     found = {}
     for sizes, n in LOGGED:
         given = {"model": Logs(), "dataset": Points(n), "max_epochs": 1}
         found[sizes, n] = fit(rank, {"local_batch_sizes": sizes}, 2, 1, **given)["metrics"]
-    logger = CSVLogger(folder, name="", version="")
-    fit(rank, {"replan": 4}, 2, 4, dataset=Points(200), max_epochs=2, logger=logger, log_every_n_steps=1)
     return found
 
 
-def test_logged_means_are_means_over_samples_and_our_metrics_reach_the_logger(tmp_path):
-    for found in run_ranks(_logs, 2, str(tmp_path)):
+def test_logged_means_are_means_over_samples():
+    for found in run_ranks(_logs, 2):
         for (sizes, n), metrics in found.items():
             expected = float(Points(n).x[:, 0].mean())
             assert metrics["constant"] == pytest.approx(1.0, abs=1e-6), (sizes, n)
             assert metrics["step_constant"] == pytest.approx(3.0, abs=1e-6), (sizes, n)
             assert metrics["mean_x"] == pytest.approx(expected, rel=1e-4, abs=1e-6), (sizes, n)
-    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
-    found = {name: [float(r[name]) for r in rows if r.get(name)] for name in rows[0]}
-    predicted = ("predicted_step_time", "predicted_step_time_error")
-    for name in ("step_time", *predicted, "idle_fraction", "compute_time/rank0", "compute_time/rank1"):
-        assert found[f"hetero/{name}"], name
-        assert all(v >= 0 and np.isfinite(v) for v in found[f"hetero/{name}"])
-    assert set(found["hetero/total_batch_size"]) == {8.0}
-    sizes = zip(found["hetero/local_batch_size/rank0"], found["hetero/local_batch_size/rank1"], strict=True)
-    assert all(a + b == 8 for a, b in sizes)

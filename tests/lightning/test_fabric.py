@@ -154,29 +154,3 @@ def test_what_cannot_be_right_is_refused_on_every_rank(name):
     errors = run_ranks(_refused, 2, name, expect_errors=True)
     assert [rank for rank, *_ in errors] == [0, 1]
     assert all(REFUSED[name][2] in text for *_, text in errors)
-
-
-def _before_the_processes_have_met(rank):
-    """One step of a model, an optimizer and a loader that no environment was set up for."""
-    from lightning.fabric import Fabric
-
-    lines = collected()
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="hetero_ddp")
-    fabric._launched = True  # as Lightning's own tests pretend
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    fabric.strategy._set_world_ranks()
-    model, optimizer = prepared(fabric)
-    loader = fabric.setup_dataloaders(DataLoader(Points(16), 4, shuffle=True))
-    x, y, _ = next(iter(loader))
-    fabric.backward(nn.functional.mse_loss(model(x), y))
-    optimizer.step()
-    fabric.barrier()
-    said = sum("fabric.launch()" in line for line in lines)
-    return flat(model), type(loader.batch_sampler).__name__, type(loader.sampler).__name__, fabric.strategy.plan, said
-
-
-def test_what_is_set_up_before_the_processes_have_met_is_as_under_plain_ddp_and_said():
-    first, second = run_ranks(_before_the_processes_have_met, 2, start="fork")
-    np.testing.assert_array_equal(first[0], second[0])
-    assert first[1:4] == second[1:4] == ("BatchSampler", "DistributedSampler", None)
-    assert first[4] >= 1

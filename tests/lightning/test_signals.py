@@ -154,30 +154,6 @@ def test_a_note_is_sent_before_the_next_batch_and_obeyed_before_the_one_after_it
     assert run_ranks(_told, 1, 1)[0]["rank 1 in a batch"] == 3, "a process alone obeys at once"
 
 
-class Fails(L.Callback):
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.global_rank == 1 and batch_idx == 2:
-            raise ValueError("a bug of the user's")
-
-
-def _fails(rank, folder):
-    filter_warnings()
-    callbacks = [Fails(), OnExceptionCheckpoint(f"{folder}/{rank}")]
-    given = {"callbacks": callbacks, "enable_checkpointing": True, "max_epochs": 1}
-    try:
-        fit(rank, {"timeout": timedelta(seconds=5), **TOPK}, 2, 5, dataset=Points(64), **given)
-    except Exception as error:  # noqa: BLE001 - the test looks at it
-        return f"{type(error).__name__}: {error}"
-
-
-def test_a_rank_that_handles_an_error_of_its_own_asks_nobody(tmp_path):
-    """Both save and end, while the other is elsewhere."""
-    first, second = run_ranks(_fails, 2, str(tmp_path), start="fork")
-    assert second == "ValueError: a bug of the user's", first
-    assert "rank 1" in first
-    assert (tmp_path / "0" / "on_exception.ckpt").exists()
-
-
 class Slurm(SLURMEnvironment):
     """SLURM as far as the handlers ask for it; the ranks are those of the test."""
 
