@@ -24,10 +24,13 @@ FILES = {"model.safetensors": b"weights" * 30, "optimizer.bin": b"state" * 30, "
 
 
 def written(folder, files=FILES):
+    """A checkpoint; while it was written, a clock was set back by a day."""
     begin_folder(folder)
     torch.save({"epoch": 1}, folder / STATE_FILE)
+    now = (folder / CHECKSUM_FILE).stat().st_mtime - 86_400
     for name, content in files.items():
         (folder / name).write_bytes(content)
+        os.utime(folder / name, (now, now + len(content)))
     end_folder(folder)
     return folder
 
@@ -54,21 +57,6 @@ def test_a_file_that_changed_is_named(damage, tmp_path):
         DAMAGES[damage](folder / name)
         assert damage_in(folder).startswith(name)
         assert ("missing" in damage_in(folder)) == (damage == "all of it")
-
-
-@pytest.mark.parametrize("days", [-1, 1])
-def test_a_clock_that_is_set_while_files_are_written_does_not_matter(days, tmp_path):
-    for _ in range(2):  # into a new folder, and into one with files of before
-        begin_folder(tmp_path)
-        now = (tmp_path / CHECKSUM_FILE).stat().st_mtime + 86_400 * days
-        for name, content in FILES.items():
-            (tmp_path / name).write_bytes(content)
-            os.utime(tmp_path / name, (now, now + len(content)))
-        end_folder(tmp_path)
-        for name in FILES:
-            flip(tmp_path / name)
-            assert name in damage_in(tmp_path)
-            flip(tmp_path / name)
 
 
 def test_every_byte_and_every_end_of_the_checksums_matters(tmp_path):

@@ -19,7 +19,6 @@ import transformers.trainer as trainer_module
 from accelerate import Accelerator
 from accelerate.state import GradientState
 from accelerate.utils import DistributedType
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from lightning_hetero.accelerate import HeteroAccelerator, flag
@@ -74,7 +73,7 @@ def numbers(value):
     return [float(value)]
 
 
-CASES = dict.fromkeys(["metrics", "checkpointing", "folds", "largest_batch"], {})
+CASES = dict.fromkeys(["metrics", "checkpointing", "folds"], {})
 CASES["tokens"] = {"ACCELERATE_HETERO_LOSS_REDUCTION": "sum"}
 
 
@@ -254,19 +253,19 @@ def test_adapting_transformers_is_undone():
 # Accelerate's own tests of an Accelerator on two processes, as they are installed
 
 
-def _sync(script, patch):
+def _sync(script):
     for function in (script.test_gradient_accumulation, script.test_gradient_accumulation_with_opt_and_scheduler):
         for split, dispatch, each in itertools.product((True, False), repeat=3):
             function(split, dispatch, each)
     script.main()
 
 
-def _ops(script, patch):
+def _ops(script):
     accelerate.Accelerator(cpu=True)
     script.main()
 
 
-def _loaders(script, patch):
+def _loaders(script):
     script.test_default_ensures_even_batch_sizes()
     script.test_can_disable_even_batches()
     script.test_pickle_accelerator()
@@ -277,21 +276,12 @@ def _loaders(script, patch):
         script.test_data_loader(DataLoader(data, **settings), script.create_accelerator())
 
 
-def _hooks(script, patch):
-    kind = accelerate.DDPCommunicationHookType
-    # what it compares with names devices, which torch refuses for a model on a CPU
-    wrapped = lambda model, **devices: DistributedDataParallel(model)  # noqa: E731
-    patch.setattr(torch.nn.parallel, "DistributedDataParallel", wrapped)
-    for hook, wrapper in ((kind.NO, kind.NO), (kind.FP16, kind.NO), (kind.POWER_SGD, kind.FP16)):
-        script.test_ddp_comm_hook(hook, wrapper, {})
-
-
-PARTS = {"test_sync": _sync, "test_ops": _ops, "test_distributed_data_loop": _loaders, "test_ddp_comm_hook": _hooks}
+PARTS = {"test_sync": _sync, "test_ops": _ops, "test_distributed_data_loop": _loaders}
 
 
 def own_scripts(rank, name):
-    with hook(), pytest.MonkeyPatch.context() as patch:
-        PARTS[name](importlib.import_module(f"accelerate.test_utils.scripts.{name}"), patch)
+    with hook():
+        PARTS[name](importlib.import_module(f"accelerate.test_utils.scripts.{name}"))
 
 
 @pytest.mark.slow("a quarter of a minute of Accelerate's own tests; flag_scripts has the quick ones")
@@ -300,7 +290,6 @@ def own_scripts(rank, name):
     [
         ("test_sync", {"ACCELERATE_HETERO_MAX_LOCAL_BATCH_SIZES": "20,12"}),
         ("test_ops", {}),
-        ("test_ddp_comm_hook", {}),
         ("test_distributed_data_loop", {}),
         ("test_distributed_data_loop", sizes("5,3")),
     ],

@@ -5,14 +5,11 @@ import torch
 from torch import nn
 
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.policies import NAMED, POLICIES
 from lightning_hetero.core.policies.static import StaticPlanner
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session import HeteroSession, planner_of
-from tests.helpers import collected
-from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -90,53 +87,3 @@ def test_one_worker_trains_at_its_total_and_leads_optimizers_alone():
     session.lead([optimizer])
     assert [len(batch) for batch in one_pass(session, batches)] == [4, 4, 2]
     assert (session.noise_scale, session.lr_gain, session.candidates) == (None, 1.0, ())
-
-
-def counted(session, batches, closes):
-    """Micro-batches of a window, as the session counts them behind each batch of a pass."""
-    weight, counts = torch.zeros(1, requires_grad=True), []
-    for number, _ in enumerate(session.steps(lambda: iter(batches))):
-        counts.append(session.engine.accumulation)
-        if closes(number):
-            with session.engine.backward():
-                session.engine.observer.bucket_ready()  # as DDP's hook does where gradients are averaged
-                weight.sum().backward()
-    return [*counts, session.engine.accumulation]
-
-
-def test_windows_are_counted_and_one_that_the_end_of_the_data_cuts_is_not():
-    session, batches = session_of(samples=10, batch_size=2)
-    assert counted(session, batches, lambda number: number % 3 == 2 or number == 4) == [1, 1, 1, 3, 3, 3]
-    assert counted(session, batches, lambda number: number % 3 == 2 or number == 4) == [3] * 6
-    assert counted(session, batches, lambda number: True) == [3, 1, 1, 1, 1, 1]
-    assert counted(session, batches, lambda number: number % 2 == 1) == [1, 1, 2, 2, 2, 2]
-    assert counted(session, batches, lambda number: number % 2 == 0) == [2] * 6, "a window goes over the end of a pass"
-
-
-# two ranks
-
-
-def _resumed_plan(rank):
-    """Adopts a plan, saves in the middle of a pass, and goes on in another session."""
-    stream = PermutationStream(40, shuffle=True, seed=0)
-    first = HeteroSession(engine_of(rank, 2))
-    batches = first.shard(stream, batch_size=5)
-    first.engine.adopt(BatchPlan(10, (7, 3)), "by hand")
-    iterator = first.steps(lambda: iter(batches))
-    next(iterator), next(iterator)
-    lines, again = collected(), HeteroSession(engine_of(rank, 2))
-    again.load_state_dict(first.state_dict())
-    batches = again.shard(stream, batch_size=5)
-    again.skip()
-    sizes = [len(batch) for batch in again.steps(lambda: iter(batches))]
-    first.close(), again.close()
-    history = [one.plan.local_batch_sizes for one in again.engine.plan_history]
-    return [line for line in lines if "7/3" in line], history, sizes
-
-
-def test_a_resumed_run_says_which_plan_it_goes_on_with():
-    (lines, history, sizes), (silent, _, others) = run_ranks(_resumed_plan, 2)
-    assert (sizes, others, history, silent) == ([7, 7], [3, 3], [(7, 3)], [])
-    (line,) = lines
-    assert "checkpoint from epoch 0 step 0" in line
-    assert "by hand" in line

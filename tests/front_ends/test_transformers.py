@@ -144,31 +144,21 @@ def columns(*names, number=42):
     return datasets.Dataset.from_list([{name: words() for name in names} for _ in range(number)])
 
 
-def with_trl(trainer, config, names, given=None, sizes=SIZES, cls=None, longest=32, **settings):
+def with_trl(kind, names, given=None, **settings):
     import trl
 
-    args = arguments(8, sizes, cls=getattr(trl, config), gradient_checkpointing=False, **settings)
-    cls = (cls or of)(getattr(trl, trainer))
-    rows = columns(*names)
-    given = given() if given else {}
-    return trained(cls(model=llama(longest), args=args, train_dataset=rows, processing_class=word_tokenizer(), **given))
+    config, cls = getattr(trl, f"{kind}Config"), of(getattr(trl, f"{kind}Trainer"))
+    args = arguments(8, SIZES, cls=config, **{"max_length": 24, "gradient_checkpointing": False, **settings})
+    data = {"train_dataset": columns(*names), "processing_class": word_tokenizer()}
+    return trained(cls(model=llama(), args=args, **data, **(given or {})))
 
 
 def fine_tuned(*names, **settings):
-    return with_trl("SFTTrainer", "SFTConfig", names or ("text",), **{"max_length": 24, **settings})
+    return with_trl("SFT", names or ("text",), **settings)
 
 
 def preferred(**settings):
-    names, given = ("prompt", "chosen", "rejected"), lambda: {"ref_model": llama()}
-    return with_trl("DPOTrainer", "DPOConfig", names, given, max_length=24, **settings)
-
-
-def generated(rank):
-    """Rewards of generated texts, by the switch alone."""
-    given = lambda: {"reward_funcs": lambda completions, **_: [float(len(one) % 5) for one in completions]}  # noqa: E731
-    cls = hetero_trainer if os.environ["ACCELERATE_USE_HETERO"] == "true" else (lambda cls: cls)
-    more = {"num_generations": 4, "max_completion_length": 4, "max_steps": 2, "sizes": None, "longest": 64}
-    return with_trl("GRPOTrainer", "GRPOConfig", ("prompt",), given, cls=cls, **more)
+    return with_trl("DPO", ("prompt", "chosen", "rejected"), {"ref_model": llama()}, **settings)
 
 
 RUNS = {
@@ -244,18 +234,6 @@ def test_a_training_equals_one_process(both, name):
         assert values[1] == pytest.approx(values[0], abs=1e-5)
 
 
-def test_grpo_is_plain_with_one_worker_and_refused_on_several():
-    pytest.importorskip("trl")
-    plain, flagged = (
-        run_ranks(generated, 1, env={"ACCELERATE_USE_HETERO": on}, start="fork")[0] for on in ("false", "true")
-    )
-    assert flagged["steps"] == 2
-    assert abs(flagged["weights"] - plain["weights"]).max() == 0.0
-    errors = run_ranks(generated, 2, env={"ACCELERATE_USE_HETERO": "true"}, expect_errors=True, start="fork")
-    assert [(rank, kind) for rank, kind, _ in errors] == [(0, "ValueError"), (1, "ValueError")]
-    assert all("num_generations=4" in text for *_, text in errors)
-
-
 class Own:
     def compute_loss(self, *args, **kwargs):
         pass
@@ -310,26 +288,24 @@ def test_what_cannot_be_right_is_an_error_on_every_rank(what, says):
     assert all(says in text for *_, text in errors), errors
 
 
-QUIET = {"output_dir": "out", "use_cpu": True, "report_to": [], "bf16": False}
-
-
 @pytest.mark.parametrize(
     ("given", "model", "settings", "says"),
     [
         ({"deepspeed": {"zero_optimization": {"stage": 2}}}, None, {}, "deepspeed"),
         ({"fsdp": True}, None, {}, "fsdp"),
+        ({"num_generations": 4}, None, {}, "num_generations=4"),
         ({"parallelism_config": object()}, None, {}, "parallelism_config"),
         ({"accelerator_config": SimpleNamespace(dispatch_batches=True)}, None, {}, "dispatch_batches"),
         ({"accelerator_config": SimpleNamespace(split_batches=True)}, None, {}, "split_batches"),
         ({}, None, {"max_total_batch_size": 64}, "max_total_batch_size"),
         ({"auto_find_batch_size": True}, None, {"local_batch_sizes": [2, 6]}, "auto_find_batch_size"),
-        ({}, type("Model", (), {"tp_size": 2})(), {}, "tp_plan"),
+        ({}, SimpleNamespace(tp_size=2), {}, "tp_plan"),
     ],
 )
 def test_arguments_that_cannot_be_split_unevenly_are_refused_by_name(given, model, settings, says):
-    args = HeteroTrainingArguments(**QUIET)
-    check_trainer(args, type("Model", (), {"tp_size": 1})(), HeteroPlugin())
-    vars(args).update(given)
+    args = HeteroTrainingArguments(output_dir="out", use_cpu=True, report_to=[], bf16=False)
+    check_trainer(args, SimpleNamespace(tp_size=1), HeteroPlugin())
+    args = SimpleNamespace(**{**vars(args), "world_size": 2, **given})
     with pytest.raises(ValueError, match=says):
         check_trainer(args, model, HeteroPlugin(**settings))
 

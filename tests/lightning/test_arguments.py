@@ -2,17 +2,13 @@
 
 import re
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero import (
-    AdaptiveBatchCallback,
-    GNSCallback,
     HeteroDDPStrategy,
     PerfModelCallback,
 )
@@ -119,15 +115,6 @@ def test_a_setup_that_cannot_be_is_refused_on_every_rank():
     for errors in run_ranks(_setups, 2):
         for name, (*_, says) in BAD_SETUPS.items():
             assert re.search(says, errors[name], re.DOTALL), (name, errors[name])
-
-
-@pytest.mark.parametrize("name", ["FSDPStrategy", "DeepSpeedStrategy"])
-@pytest.mark.parametrize("make", [PerfModelCallback, lambda: AdaptiveBatchCallback(64), GNSCallback])
-def test_strategies_that_shard_the_model_are_refused_by_name(make, name):
-    callback, sharding = make(), type(name, (), {})()
-    trainer = SimpleNamespace(strategy=sharding, world_size=2, callbacks=[callback], global_rank=0)
-    with pytest.raises(MisconfigurationException, match=rf"{name}.*hetero_ddp"):
-        callback.setup(trainer, None, "fit")
 
 
 def _wraps(rank):

@@ -58,16 +58,6 @@ def test_a_training_by_name_is_that_of_one_process(kind):
         assert results[0]["train"] == pytest.approx(alone["train"], rel=1e-5)
 
 
-def _refused(rank):
-    trainer = pl.Trainer(strategy="hetero_ddp", accelerator="cpu", devices=2, use_distributed_sampler=False, **QUIET)
-    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="shard='mine'"):
-        trainer.fit(Module(), DataLoader(Points(N), 5))
-
-
-def test_errors_are_those_of_the_namespace():
-    run_ranks(_refused, 2, start="fork")
-
-
 def _fabric(rank):
     fabric = pytest.importorskip("lightning_fabric").Fabric(accelerator="cpu", devices=2, strategy="hetero_ddp")
     fabric.launch()

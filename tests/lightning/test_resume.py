@@ -245,13 +245,10 @@ def _residuals(state):
 EDITS = {
     "no planner": lambda s: _policy(s).pop("planner"),
     "planner is a list": lambda s: _policy(s).update(planner=[1]),
-    "engine is a list": lambda s: _policy(s).update(engine=[1]),
     "plans have no entries": lambda s: _plans(s).pop("entries"),
-    "plan is short": lambda s: _plans(s)["entries"][0].pop("plan"),
     "sizes are words": lambda s: _plans(s)["entries"][0]["plan"].update(local_batch_sizes=["a", "b"]),
     "no workers": lambda s: _policy(s)["engine"].pop("workers"),
     "sums are a list": lambda s: _policy(s)["engine"].update(staleness={"sums": [1]}),
-    "residuals of nobody": lambda s: _residuals(s).pop("ranks"),
     "residuals are words": lambda s: _residuals(s)["ranks"][0].update(residuals={"a": "b"}),
     "noise scale of another version": lambda s: s["callbacks"]["GNSCallback"].update(spread=1.0),
 }
