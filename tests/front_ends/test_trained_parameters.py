@@ -1,6 +1,5 @@
 """Parameters that are frozen, unfrozen and added in the run, through every front end."""
 
-import copy
 from contextlib import nullcontext
 
 import numpy as np
@@ -137,8 +136,6 @@ def _evaluates_alone(rank):
         with torch.no_grad():
             model(x)
         net[0].requires_grad_(True)
-    copied = copy.deepcopy(model._forward_module)  # has nothing of this run, and goes on as torch's
-    np.testing.assert_array_equal(copied(x).detach().numpy(), net(x).detach().numpy())
     net.requires_grad_(False)
     fabric.strategy.teardown()
     return flat(net), not model(x).requires_grad

@@ -25,7 +25,6 @@ from lightning_hetero.config import HeteroConfig
 from lightning_hetero.frontend.joining import warn_of_stale_addresses
 from lightning_hetero.strategies._lightning.membership import launcher
 from lightning_hetero.strategies._lightning.membership.strategy import config_of_members
-from tests.helpers import collected
 from tests.kept import run_kept
 from tests.lightning.members import (
     CUT,
@@ -497,19 +496,7 @@ def test_evaluation_data_are_split_among_the_members(monkeypatch):
     assert strategy.distributed_sampler_kwargs == {"num_replicas": SLOTS - 1, "rank": 1}
 
 
-@pytest.mark.parametrize(
-    ("restarts", "shared", "warns"), [("1", "True", True), ("0", "True", False), ("1", "False", False)]
-)
-def test_a_start_that_may_wait_for_workers_that_are_gone_says_so(restarts, shared, warns):
-    lines = collected()
-    environment = {"TORCHELASTIC_RESTART_COUNT": restarts, "TORCHELASTIC_USE_AGENT_STORE": shared}
-    assert warn_of_stale_addresses(environment) is warns
-    assert any("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in line for line in lines) is warns
-
-
-@pytest.mark.parametrize("error", [ValueError("a bug of the user's"), RuntimeError("a bug"), None])
-def test_a_lost_connection_is_told_from_a_bug(error):
-    assert not launcher.lost_connection(error)
-    outer = ValueError("could not log")
-    outer.__context__ = RuntimeError("gloo: Connection closed by peer")
-    assert launcher.lost_connection(outer)
+def test_a_start_that_may_wait_for_workers_that_are_gone_says_so():
+    for restarts, shared, warns in (("1", "True", True), ("0", "True", False), ("1", "False", False)):
+        environment = {"TORCHELASTIC_RESTART_COUNT": restarts, "TORCHELASTIC_USE_AGENT_STORE": shared}
+        assert warn_of_stale_addresses(environment) is warns
