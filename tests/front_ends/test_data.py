@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 from accelerate.utils import DataLoaderConfiguration
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero.core.report.run_record import RunRecord
-from tests.helpers import Points, collected, fit
+from tests.data.kinds import Batched, Shuffled
+from tests.helpers import collected, fit
 from tests.loops import (
     FRONT_ENDS,
     LOSS_SETTINGS,
@@ -27,31 +28,6 @@ EXACT = {"rtol": 1e-12, "atol": 1e-13}
 every_front_end = pytest.mark.parametrize("front_end", FRONT_ENDS)
 
 
-class Neighbours(BatchSampler):
-    """Batches of neighbours in random order: a subclass over a sampler in order."""
-
-    def __init__(self, data, size):
-        super().__init__(SequentialSampler(data), size, False)
-
-    def __iter__(self):
-        batches = list(super().__iter__())
-        return iter([batches[i] for i in torch.randperm(len(batches)).tolist()])
-
-
-class Batched(Dataset):
-    """Each item is a batch of its own."""
-
-    def __init__(self):
-        points, self.own = Points(SAMPLES), torch.arange(SAMPLES).split(4)
-        self.parts = [(points.x[own], points.y[own], own) for own in self.own]
-
-    def __len__(self):
-        return len(self.parts)
-
-    def __getitem__(self, i):
-        return self.parts[i]
-
-
 def over(sampler):
     """Loaders with batch samplers of torch's over a sampler."""
     return lambda rank, size, data, **kwargs: DataLoader(
@@ -59,12 +35,16 @@ def over(sampler):
     )
 
 
+def made_batches(**order):
+    return lambda rank, size, data, **kwargs: DataLoader(Batched(SAMPLES), batch_size=None, **order)
+
+
 def distributed(rank, data):
     return DistributedSampler(data, num_replicas=2, rank=rank, seed=3)
 
 
-def neighbours(rank, size, data, **kwargs):
-    return DataLoader(data, batch_sampler=Neighbours(data, size))
+def own_batches(rank, size, data, **kwargs):
+    return DataLoader(data, batch_sampler=Shuffled(data, size, name="x"))
 
 
 COSTS = np.random.default_rng(3).lognormal(0.0, 0.8, SAMPLES)
@@ -83,16 +63,16 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "own batch sampler": Kind(neighbours),
-    "batch_size=None": Kind(lambda rank, size, data, **kwargs: DataLoader(Batched(), batch_size=None, shuffle=True)),
-    "batch_size=None in order": Kind(lambda rank, size, data, **kwargs: DataLoader(Batched(), batch_size=None)),
+    "own batch sampler": Kind(own_batches),
+    "batch_size=None": Kind(made_batches(shuffle=True)),
+    "batch_size=None in order": Kind(made_batches()),
     "torch's": Kind(over(lambda rank, data: RandomSampler(data))),
     "torch's in order": Kind(over(lambda rank, data: SequentialSampler(data))),
     "distributed batches": Kind(over(distributed)),
     "distributed": Kind(lambda rank, size, data, **kwargs: DataLoader(data, size, sampler=distributed(rank, data))),
     "cost": Kind(settings={"cost_fn": drawn_cost}),
     "cost and counts": Kind(settings={"cost_fn": drawn_cost, **LOSS_SETTINGS["masked"]}, loss="masked"),
-    "cost of batches": Kind(neighbours, {"cost_fn": drawn_cost}),
+    "cost of batches": Kind(own_batches, {"cost_fn": drawn_cost}),
 }
 STILL = {"replan": 1000, "hysteresis": 1.0}
 BEFORE, AFTER = (4, 4), (1, 7)
@@ -139,14 +119,14 @@ def _run(rank, front_end, settings, kwargs):
 
 @pytest.mark.parametrize("front_end", ["fabric", "accelerate"])
 def test_own_data_is_refused_where_it_would_be_split(front_end):
-    errors = run_ranks(_run, 2, front_end, {"shard": "mine"}, {"loader": neighbours}, expect_errors=True)
+    errors = run_ranks(_run, 2, front_end, {"shard": "mine"}, {"loader": own_batches}, expect_errors=True)
     assert [rank for rank, *_ in errors] == [0, 1]
     assert all("shard='mine'" in message and "policy='even'" in message for *_, message in errors)
 
 
 def _layouts(rank):
     split, dispatched = {"split_batches": True}, {"dispatch_batches": True, "split_batches": False}
-    given = {"loader": neighbours, "scheduled": False}
+    given = {"loader": own_batches, "scheduled": False}
     layout = DataLoaderConfiguration
     first = accelerate_loop(rank, {"local_batch_sizes": (6, 2)}, 4, **given, dataloader_config=layout(**split))
     return first, accelerate_loop(rank, {}, 4, **given, dataloader_config=layout(**dispatched))

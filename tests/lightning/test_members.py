@@ -442,25 +442,11 @@ def test_toggled_optimizers_of_a_lost_step_are_untoggled(tmp_path):
     assert all(torch.equal(end[name], ends[0][name]) for end in ends for name in end)
 
 
-def _fits(folder, fits, faults):
-    """Fits one after another; faults are those of the last one."""
-    model, trainers = Suffers(folder, []), []
-    try:
-        for number in range(fits):
-            due = faults if number == fits - 1 else []
-            model.faults = [fault for fault in due if fault[:2] == (model.slot, model.life)]
-            trainers.append(trainer_of(HeteroDDPStrategy(replan=4)))
-            trainers[-1].fit(model, loader())
-        (folder / f"fitted-{model.slot}").touch()
-    finally:
-        (folder / f"stopped-{model.slot}-{model.life}").write_text(str(trainers[-1].global_step))
-
-
 @slow
 def test_in_a_second_fit_the_others_go_on_and_nobody_joins(tmp_path):
-    codes, errors = told(tmp_path, _fits, 2, [(1, 0, 4, "forward", KILL)], restarts=1)
-    assert {path.name for path in tmp_path.glob("fitted-*")} == {"fitted-0", "fitted-2"}
-    assert not (tmp_path / "steps-1-1.jsonl").read_text(), "a newcomer is in the first fit of its script"
+    codes, errors = told(tmp_path, partial(train_twice, late=False), [(1, 0, 4, "forward", KILL)], restarts=1)
+    assert {path.name for path in tmp_path.glob("second/end-*")} == {"end-0.pt", "end-2.pt"}
+    assert not (tmp_path / "first" / "steps-1-1.jsonl").read_text(), "a newcomer is in the first fit of its script"
     assert codes == [0, 0, 0]
     assert all("first fit only" in error or error == "SystemExit: 0" for error in errors)
 
@@ -468,11 +454,14 @@ def test_in_a_second_fit_the_others_go_on_and_nobody_joins(tmp_path):
 @slow
 @pytest.mark.parametrize("also", [[], [(1, 0, 4, "forward", KILL)]], ids=["alone", "beside a loss"])
 def test_sigterm_ends_all_and_nothing_starts_again(tmp_path, also):
-    codes, _ = told(tmp_path, _fits, 1, [*also, (2, 0, 4, "forward", TERM)], restarts=3 - 2 * len(also))
-    assert not list(tmp_path.glob("fitted-*")), "training was told to end"
+    codes, _ = told(
+        tmp_path, partial(train, late=False), [*also, (2, 0, 4, "forward", TERM)], restarts=3 - 2 * len(also)
+    )
+    assert not list(tmp_path.glob("end-*")), "training was told to end"
     if not also:
-        assert {path.name for path in tmp_path.glob("stopped-*")} == {f"stopped-{slot}-0" for slot in ALL}
-        assert len({path.read_text() for path in tmp_path.glob("stopped-*")}) == 1, "all stop before the same batch"
+        steps = [path.read_text().count("done") for path in tmp_path.glob("steps-*-0.jsonl")]
+        assert len(steps) == SLOTS == len(list(tmp_path.glob("steps-*")))
+        assert len(set(steps)) == 1, "all stop before the same batch"
         assert codes == [0, 0, 0]
 
 
