@@ -75,7 +75,7 @@ KINDS = {
     "cost of batches": Kind(own_batches, {"cost_fn": drawn_cost}),
 }
 STILL = {"replan": 1000, "hysteresis": 1.0}
-BEFORE, AFTER = (4, 4), (1, 7)
+ADOPTED = (1, 7)
 
 
 def _runs(rank, front_end, folder):
@@ -84,7 +84,7 @@ def _runs(rank, front_end, folder):
     for number, (name, kind) in enumerate(KINDS.items()):
         settings = {**STILL, **kind.settings}
         path, given = f"{folder}/{number}", {"world_size": 2, "loader": kind.loader, "loss": kind.loss}
-        more = {"plans": {(0, 1): AFTER}, "save": {5: path}, "another": True}
+        more = {"plans": {(0, 1): ADOPTED}, "save": {5: path}, "another": True}
         whole = FRONT_ENDS[front_end](rank, settings, 4, **given, **more)
         last = number + 1 == len(KINDS)
         found[name] = whole, FRONT_ENDS[front_end](rank, settings, 4, **given, resume=path, another=not last)
@@ -101,7 +101,7 @@ def test_data_are_shared_by_the_plan_an_adopted_one_changes_the_next_and_a_run_g
         for result in whole:
             np.testing.assert_allclose(result["grads"], expected["grads"], **EXACT, err_msg=name)
             np.testing.assert_allclose(result["weights"], expected["weights"], **EXACT, err_msg=name)
-        assert [sizes for *_, sizes in whole[0]["history"]] == [BEFORE, AFTER], name
+        assert whole[0]["history"][-1][2] == ADOPTED, name
         by_cost = "cost_fn" in kind.settings
         taken = np.array([[COSTS[own].sum() if by_cost else len(own) for *_, own in r["seen"][:9]] for r in whole])
         shares = [taken[0, steps].sum() / taken[:, steps].sum() for steps in (slice(2), slice(3, 9))]
