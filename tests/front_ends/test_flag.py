@@ -23,11 +23,10 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 from lightning_hetero.accelerate import HeteroAccelerator, flag
 from lightning_hetero.transformers import HeteroTrainer, adapt, hetero_trainer, restore
-from tests.front_ends.test_launch import execute
+from tests.front_ends.test_launch import SCRIPTS, execute
 from tests.helpers import collected
 from tests.ranks import run_ranks
 
-SCRIPTS = Path(__file__).parents[1] / "accelerate" / "flag_scripts"
 CPU = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
 ON = {**CPU, "ACCELERATE_USE_HETERO": "true"}
 

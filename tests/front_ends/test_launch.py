@@ -24,6 +24,7 @@ from tests.warm.interpreter import warmed
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "tests" / "accelerate" / "flag_scripts"
 
 
 def gpus(monkeypatch, count):
@@ -247,19 +248,12 @@ def test_a_file_that_cannot_be_is_refused_before_the_first_question(path, tmp_pa
 
 PLAIN = """
 import json, sys
-import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from toy import loaders, model_and_optimizer
 
 accelerator = Accelerator()
-set_seed(0)
-x = torch.randn(70, 4, dtype=torch.float64)
-data = TensorDataset(x, x.sum(1, keepdim=True))
-model = nn.Linear(4, 1, dtype=torch.float64)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-loader = DataLoader(data, batch_size=int(sys.argv[1]), shuffle=True, generator=torch.Generator().manual_seed(5))
+(loader, _), (model, optimizer) = loaders(int(sys.argv[1])), model_and_optimizer()
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 for epoch in range(2):
     for inputs, targets in loader:
@@ -284,9 +278,10 @@ def execute(*command, limit=120, warm=True, **env):
     Each has to import torch if it is not ``warm``, and with it ours if the flag asks for it.
     """
     defaults = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
+    defaults["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, SCRIPTS)))
     process = subprocess.Popen(
         warmed(*command) if warm else list(map(str, command)),
-        env={**os.environ, **defaults, "PYTHONPATH": str(ROOT), **env},
+        env={**os.environ, **defaults, **env},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
