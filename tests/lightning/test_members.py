@@ -360,10 +360,6 @@ def _with_strategy(folder, name, kwargs):
     trainer.fit(Suffers(folder, []), loader())
 
 
-def _averages_weights(folder):
-    _with_strategy(folder, HeteroDDPStrategy(), {"callbacks": [StochasticWeightAveraging(0.1)]})
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         yield from (Numbers()[i] for i in range(len(Numbers())))
@@ -387,7 +383,11 @@ REFUSED = {
     "sharded": (_with_strategy, ("hetero_fsdp", {}), "hetero_ddp"),
     "ranks": (_with_strategy, ("hetero_ddp", {"plugins": [LightningEnvironment()]}), "LightningEnvironment"),
     "backend": (_with_strategy, (partial(HeteroDDPStrategy, process_group_backend="nccl"), {}), "'nccl'"),
-    "averages": (_averages_weights, (), "StochasticWeightAveraging"),
+    "averages": (
+        _with_strategy,
+        (HeteroDDPStrategy, {"callbacks": [StochasticWeightAveraging(0.1)]}),
+        "StochasticWeightAveraging",
+    ),
     "stream": (_stream, (), "MembershipError"),
 }
 
