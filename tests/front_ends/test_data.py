@@ -128,7 +128,8 @@ def _layouts(rank):
     split, dispatched = {"split_batches": True}, {"dispatch_batches": True, "split_batches": False}
     given = {"loader": own_batches, "scheduled": False}
     layout = DataLoaderConfiguration
-    first = accelerate_loop(rank, {"local_batch_sizes": (6, 2)}, 4, **given, dataloader_config=layout(**split))
+    sizes = {"local_batch_sizes": (6, 2)}
+    first = accelerate_loop(rank, sizes, 4, **given, another=True, dataloader_config=layout(**split))
     return first, accelerate_loop(rank, {}, 4, **given, dataloader_config=layout(**dispatched))
 
 
