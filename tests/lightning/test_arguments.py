@@ -4,9 +4,7 @@ import re
 from datetime import timedelta
 
 import pytest
-import torch
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero import (
     HeteroDDPStrategy,
@@ -109,22 +107,3 @@ def test_a_setup_that_cannot_be_is_refused_on_every_rank():
     for errors in run_ranks(_setups, 2):
         for name, (*_, says) in BAD_SETUPS.items():
             assert re.search(says, errors[name], re.DOTALL), (name, errors[name])
-
-
-def _wraps(rank):
-    """Arguments of DDP; on a stream of its own, gradients would wait for it in each step."""
-    made, initialise = [], DistributedDataParallel.__init__
-
-    def noted(self, *args, **kwargs):
-        made.append({key: kwargs.get(key) for key in ("static_graph", "bucket_cap_mb", "device_ids")})
-        initialise(self, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "stream", None)
-        patch.setattr(DistributedDataParallel, "__init__", noted)
-        fit(rank, HeteroDDPStrategy(static_graph=True, bucket_cap_mb=5), 2, 4, dataset=Points(16), max_epochs=1)
-    return made
-
-
-def test_ddp_is_built_on_the_stream_that_computes_with_the_users_arguments():
-    assert run_ranks(_wraps, 2) == [[{"static_graph": True, "bucket_cap_mb": 5, "device_ids": None}]] * 2
