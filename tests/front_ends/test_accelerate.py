@@ -213,7 +213,8 @@ def _gathers(rank, sizes):
         ids, texts = index.tolist(), [f"s{i}" for i in index.tolist()]
         rows = accelerator.gather({"i": index, "one": torch.tensor(float(rank)), "same": torch.full((2,), rank)})
         good = {
-            "mapping": UserDict(index=index, nested=(x, [index]), text=texts),
+            "mapping": UserDict(index=index, nested=(x, [index])),
+            "both": UserDict(index=index, text=texts),
             "record": Pair(index, tuple(texts)),
             "array": index.numpy(),
             "objects": [{"id": i, "mask": torch.zeros(i % 3)} for i in ids],
@@ -247,11 +248,11 @@ def test_gather_takes_any_structure_and_names_what_it_cannot(sizes):
     assert len(ids) == 7
     for result in ran:
         got = result["results"]
-        assert type(got["mapping"]) is UserDict
+        assert type(got["mapping"]) is type(got["both"]) is UserDict
         assert got["mapping"]["index"].tolist() == got["mapping"]["nested"][1][0].tolist() == ids
         assert torch.equal(got["mapping"]["nested"][0], x)
         assert (got["record"].index.tolist(), got["record"].text) == (ids, texts)
-        assert got["mapping"]["text"] == texts
+        assert got["both"]["text"] == texts
         assert got["array"].tolist() == [sample["id"] for sample in got["objects"]] == ids
         assert [len(tensor) for tensor in got["apart"]] == [i % 3 for i in ids]
         rows = {name: value.tolist() for name, value in result["rows"].items()}

@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero.core.report.run_record import RunRecord
-from tests.data.kinds import Batched, Shuffled
+from tests.data.kinds import Shuffled
 from tests.helpers import collected, fit
 from tests.loops import (
     FRONT_ENDS,
@@ -36,7 +36,13 @@ def over(sampler):
 
 
 def made_batches(**order):
-    return lambda rank, size, data, **kwargs: DataLoader(Batched(SAMPLES), batch_size=None, **order)
+    """Loaders of a dataset whose items are batches."""
+
+    def loader(rank, size, data, **kwargs):
+        parts = [(data.x[own], data.y[own], own) for own in torch.arange(SAMPLES).split(size)]
+        return DataLoader(parts, batch_size=None, **order)
+
+    return loader
 
 
 def distributed(rank, data):

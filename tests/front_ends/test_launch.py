@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -199,14 +200,14 @@ def test_config_asks_again_what_is_wrong_and_launch_reads_its_file(tmp_path, mon
     expected = {"local_batch_sizes": [24, 12, 16, 8], "compression": "block_topk", "density": 0.05}
     config, section = read_config(str(path))
     assert section == expected
+    assert asked(monkeypatch, other := shutil.copy(path, tmp_path / "other.yaml"), "even") == 0
+    assert read_config(str(other)) == (config, {"policy": "even"}), "the rest of the file stays"
     cli.main(["launch", "--config_file", str(path), "script.py"])
     given = started[0]
     assert (given.num_machines, given.machine_rank, given.num_processes) == (2, 1, 4)
     assert (given.main_process_ip, given.main_process_port) == ("10.0.0.7", 29511)
     variables = [os.environ[f"ACCELERATE_HETERO_{name}"] for name in ("COMPRESSION", "DENSITY")]
     assert variables == ["block_topk", "0.05"]
-    assert asked(monkeypatch, path, "even") == 0
-    assert read_config(str(path)) == (config, {"policy": "even"}), "the rest of the file stays"
 
 
 @pytest.mark.parametrize(("count", "kind", "on_cpu"), [(0, "MULTI_CPU", True), (3, "MULTI_GPU", False)])

@@ -305,7 +305,7 @@ def greedily(kind):
     return [PolicyCallback(kind(known.times, known.link))]
 
 
-BOUNDS = {(None, 30): (11, 1), (9, 30): (9, 3), (6, 6): (6, 6)}
+BOUNDS = {(None, 30): (11, 1), (9, 30): (9, 3), (6, 6): (6, 6), (4, 30): (4, 8)}
 IMPOSSIBLE = {
     "unknown": ((3, 8), None, r"12 .*\[3, 8\], together 11"),
     "known": ((3, 8), Greedy, "12.*11"),
