@@ -1,24 +1,15 @@
 """``HeteroSession``: a loop of one's own under the engine; passes that end, are left early, skipped and resumed."""
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
-from lightning_hetero.comm import gradient_hook
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.policies import NAMED, POLICIES
-from lightning_hetero.core.policies.base import Decision
 from lightning_hetero.core.policies.static import StaticPlanner
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.session import HeteroSession, planner_of
-from tests.helpers import Points, collected
-from tests.loops import SAMPLES, every_sample_once, flat, network, replay
-from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -38,33 +29,20 @@ def one_pass(session, batches):
     return list(session.steps(lambda: iter(batches)))
 
 
-def test_passes_are_permutations_of_their_own_also_after_one_left_early():
+def test_passes_are_permutations_of_their_own_also_after_one_that_was_left_or_skipped():
     session, batches = session_of()
     passes = [one_pass(session, batches) for _ in range(2)]
     assert passes[0] != passes[1]
     assert [[len(batch) for batch in p] for p in passes] == [[4, 4, 2]] * 2
     assert all(sorted(sum(p, [])) == list(range(10)) for p in passes)
-    assert session.position == (2, 0)
-    next(session.steps(lambda: iter(batches)))
+    left = session.steps(lambda: iter(batches))
+    next(left)
     assert session.position == (2, 1)
     assert sorted(sum(one_pass(session, batches), [])) == list(range(10))
+    assert list(left) == [], "a second iterator ends the first"
     assert session.position == (4, 0)
-
-
-def test_a_second_iterator_ends_the_first():
-    session, batches = session_of()
-    first, second = (session.steps(lambda: iter(batches)) for _ in range(2))
-    next(first)
-    next(second)
-    assert list(first) == []
-    assert sum(map(len, second)) == 6
-
-
-def test_skip_leaves_out_the_first_steps_of_one_pass():
-    session, batches = session_of()
-    whole = one_pass(*session_of())
     session.skip(2)
-    assert one_pass(session, batches) == whole[2:]
+    assert len(one_pass(session, batches)) == 1
     assert len(one_pass(session, batches)) == 3
 
 
@@ -100,127 +78,12 @@ def test_planners_are_those_of_the_settings_and_two_that_decide_are_refused():
             HeteroSession(engine_of(**{name: value}), planner=StaticPlanner())
 
 
-@pytest.mark.parametrize("given", [lambda optimizer: optimizer, lambda optimizer: [optimizer, 3]])
-def test_what_is_no_list_of_optimizers_is_refused(given):
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    with pytest.raises(TypeError, match="list of optimizers"):
-        session_of()[0].lead(given(optimizer))
-
-
-def test_one_worker_trains_at_its_total():
+def test_one_worker_trains_at_its_total_and_leads_optimizers_alone():
     session, batches = session_of(max_total_batch_size=64, noise_scale=True)
-    session.lead([torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)])
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    for wrong in (optimizer, [optimizer, 3]):
+        with pytest.raises(TypeError, match="list of optimizers"):
+            session.lead(wrong)
+    session.lead([optimizer])
     assert [len(batch) for batch in one_pass(session, batches)] == [4, 4, 2]
     assert (session.noise_scale, session.lr_gain, session.candidates) == (None, 1.0, ())
-
-
-def counted(session, batches, closes):
-    """Micro-batches of a window, as the session counts them behind each batch of a pass."""
-    weight, counts = torch.zeros(1, requires_grad=True), []
-    for number, _ in enumerate(session.steps(lambda: iter(batches))):
-        counts.append(session.engine.accumulation)
-        if closes(number):
-            with session.engine.backward():
-                session.engine.observer.bucket_ready()  # as DDP's hook does where gradients are averaged
-                weight.sum().backward()
-    return [*counts, session.engine.accumulation]
-
-
-def test_windows_are_counted_and_one_that_the_end_of_the_data_cuts_is_not():
-    session, batches = session_of(samples=10, batch_size=2)
-    assert counted(session, batches, lambda number: number % 3 == 2 or number == 4) == [1, 1, 1, 3, 3, 3]
-    assert counted(session, batches, lambda number: number % 3 == 2 or number == 4) == [3] * 6
-    assert counted(session, batches, lambda number: True) == [3, 1, 1, 1, 1, 1]
-    assert counted(session, batches, lambda number: number % 2 == 1) == [1, 1, 2, 2, 2, 2]
-    assert counted(session, batches, lambda number: number % 2 == 0) == [2] * 6, "a window goes over the end of a pass"
-
-
-class Notes(StaticPlanner):
-    """Notes at which step it was asked, and whether an epoch was about to begin."""
-
-    def __init__(self, moves_total):
-        super().__init__()
-        object.__setattr__(self, "moves_total", moves_total)
-        object.__setattr__(self, "looks", [])
-
-    def decide(self, observations, current, context):
-        self.looks.append(context.epoch_begins)
-        return Decision(self)
-
-
-@pytest.mark.parametrize(("replan", "looks"), [("epoch", 1), (8, 5)])
-def test_a_loop_with_windows_of_its_own_is_asked_in_its_passes_alone(replan, looks):
-    """Under a trainer, the number of micro-batches may move where an epoch begins, see tests/decisions."""
-    planner = Notes(moves_total=replan == 8)
-    session, batches = session_of(samples=40, batch_size=2, planner=planner, replan=replan)
-    for _ in range(2):
-        counted(session, batches, lambda number: True)
-    assert planner.looks == [False] * looks
-
-
-# two ranks
-
-
-def _plain_torch(rank, sizes):
-    """The loop of somebody who uses no trainer at all."""
-    engine = engine_of(rank, 2, local_batch_sizes=sizes)
-    session = HeteroSession(engine)
-    batches = session.shard(PermutationStream(SAMPLES, shuffle=True, seed=0), batch_size=5)
-    loader = DataLoader(Points(SAMPLES), batch_sampler=batches)
-    model = DistributedDataParallel(network())
-    model.register_comm_hook(engine.hook_state, gradient_hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    seen = []
-    for epoch in range(2):
-        for step, (x, y, index) in enumerate(session.steps(lambda: iter(loader))):
-            seen.append((epoch, step, index[: engine.own_size].tolist()))
-            with engine.backward():
-                engine.scale_loss(nn.functional.mse_loss(model(x), y)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    result = {"seen": seen, "weights": flat(model)}
-    session.close()
-    del model  # or it would free the default group, by its reducer
-    torch.distributed.destroy_process_group()
-    return result
-
-
-@pytest.mark.parametrize("sizes", [(7, 3), (10, 0)], ids=str)
-def test_a_loop_of_plain_torch_equals_one_process(sizes):
-    results = run_ranks(_plain_torch, 2, sizes)
-    every_sample_once(results)
-    for result in results:
-        np.testing.assert_allclose(result["weights"], replay(results, schedule=0), rtol=1e-12, atol=1e-13)
-
-
-def _resumed_plan(rank, later):
-    """Adopts a plan, saves in the middle of a pass, and goes on in another session, loaded before or after its data."""
-    stream = PermutationStream(40, shuffle=True, seed=0)
-    first = HeteroSession(engine_of(rank, 2))
-    batches = first.shard(stream, batch_size=5)
-    first.engine.adopt(BatchPlan(10, (7, 3)), "by hand")
-    for number, _ in enumerate(first.steps(lambda: iter(batches))):
-        if number == 1:
-            state = first.state_dict()
-            break
-    lines, again = collected(), HeteroSession(engine_of(rank, 2))
-    batches = again.shard(stream, batch_size=5) if later else None
-    again.load_state_dict(state)
-    batches = batches or again.shard(stream, batch_size=5)
-    again.skip()
-    sizes = [len(batch) for batch in again.steps(lambda: iter(batches))]
-    first.close(), again.close()
-    return (
-        [line for line in lines if "7/3" in line],
-        [one.plan.local_batch_sizes for one in again.engine.plan_history],
-        sizes,
-    )
-
-
-@pytest.mark.parametrize("later", [False, True])
-def test_a_resumed_run_says_which_plan_it_goes_on_with(later):
-    (lines, history, sizes), (silent, _, others) = run_ranks(_resumed_plan, 2, later)
-    assert (sizes, others, history, silent) == ([7, 7], [3, 3], [(7, 3)], [])
-    (line,) = lines
-    assert "checkpoint from epoch 0 step 0" in line
-    assert "by hand" in line

@@ -7,11 +7,11 @@ import os
 import random
 import shutil
 import signal
-from dataclasses import dataclass
+import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -22,9 +22,9 @@ from transformers import TrainerCallback, trainer_jit_checkpoint
 
 from lightning_hetero.accelerate import HeteroPlugin
 from lightning_hetero.core import DamagedCheckpointError
-from lightning_hetero.core.report.run_record import RunRecord
 from lightning_hetero.transformers import HeteroTrainer, HeteroTrainingArguments, hetero_trainer
-from lightning_hetero.transformers.requirements import check_trainer
+from lightning_hetero.transformers.requirements import check_trainer, inexact_loss
+from tests.front_ends.test_launch import execute, result_of, torchrun
 from tests.helpers import collected
 from tests.ranks import run_ranks
 from tests.transformers.runs import VOCABULARY, Rows, arguments, bert, labelled, llama, of, padded, texts, trained
@@ -32,9 +32,7 @@ from tests.transformers.runs import VOCABULARY, Rows, arguments, bert, labelled,
 tqdm.monitor_interval = 0  # no thread that outlives a test
 Trainer = transformers.Trainer
 SIZES = (2, 6)
-TWO, THREE = {"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 3}
-SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-OFF = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+TWO = {"gradient_accumulation_steps": 2}
 
 
 def trainer_of(sizes=SIZES, total=8, rows=42, data=None, cls=Trainer, callbacks=None, **settings):
@@ -63,13 +61,6 @@ def classifier(**settings):
     return trained(of(Trainer)(model=bert(), args=arguments(8, SIZES, **settings), train_dataset=labelled()))
 
 
-def token_classifier():
-    torch.manual_seed(0)
-    return transformers.BertForTokenClassification(
-        transformers.BertConfig(vocab_size=40, num_labels=40, **SMALL, **OFF)
-    )
-
-
 def gpt2():
     """Its class has no loss type: it uses the fallback of Transformers, which shifts labels."""
     torch.manual_seed(0)
@@ -78,9 +69,9 @@ def gpt2():
     return transformers.GPT2LMHeadModel(config)
 
 
-def deaf(model=llama):
+def deaf():
     """A language model that is not given the number of items."""
-    made = model()
+    made = llama()
     made.accepts_loss_kwargs = False
     return made
 
@@ -106,17 +97,8 @@ def mixed():
     return trained(of(Trainer)(model=Mixed(), args=arguments(8, SIZES), train_dataset=rows))
 
 
-def tokens_of(outputs, labels, reduction):
-    logits, targets = outputs.logits[:, :-1], labels[:, 1:]
-    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
-
-
-def divided(outputs, labels, num_items_in_batch=None):
-    return tokens_of(outputs, labels, "sum") / num_items_in_batch
-
-
 def mean(outputs, labels, num_items_in_batch=None):
-    return tokens_of(outputs, labels, "mean")
+    return nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
 def whole_texts():
@@ -162,92 +144,56 @@ def columns(*names, number=42):
     return datasets.Dataset.from_list([{name: words() for name in names} for _ in range(number)])
 
 
-def with_trl(trainer, config, names, given=None, sizes=SIZES, cls=None, longest=32, **settings):
+def with_trl(kind, names, given=None, **settings):
     import trl
 
-    args = arguments(8, sizes, cls=getattr(trl, config), gradient_checkpointing=False, **settings)
-    cls = (cls or of)(getattr(trl, trainer))
-    rows = columns(*names)
-    given = given() if given else {}
-    return trained(cls(model=llama(longest), args=args, train_dataset=rows, processing_class=word_tokenizer(), **given))
+    config, cls = getattr(trl, f"{kind}Config"), of(getattr(trl, f"{kind}Trainer"))
+    args = arguments(8, SIZES, cls=config, **{"max_length": 24, "gradient_checkpointing": False, **settings})
+    data = {"train_dataset": columns(*names), "processing_class": word_tokenizer()}
+    return trained(cls(model=llama(), args=args, **data, **(given or {})))
 
 
-def low_rank():
-    import peft
-
-    return {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.0)}
-
-
-def fine_tuned(*names, given=None, **settings):
-    return with_trl("SFTTrainer", "SFTConfig", names or ("text",), given, **{"max_length": 24, **settings})
+def fine_tuned(*names, **settings):
+    return with_trl("SFT", names or ("text",), **settings)
 
 
 def preferred(**settings):
-    names, given = ("prompt", "chosen", "rejected"), lambda: {"ref_model": llama()}
-    return with_trl("DPOTrainer", "DPOConfig", names, given, max_length=24, **settings)
-
-
-def generated(rank):
-    """Rewards of generated texts, by the switch alone."""
-    given = lambda: {"reward_funcs": lambda completions, **_: [float(len(one) % 5) for one in completions]}  # noqa: E731
-    cls = hetero_trainer if os.environ["ACCELERATE_USE_HETERO"] == "true" else (lambda cls: cls)
-    more = {"num_generations": 4, "max_completion_length": 4, "max_steps": 2, "sizes": None, "longest": 64}
-    return with_trl("GRPOTrainer", "GRPOConfig", ("prompt",), given, cls=cls, **more)
+    return with_trl("DPO", ("prompt", "chosen", "rejected"), {"ref_model": llama()}, **settings)
 
 
 RUNS = {
-    "language_model": partial(language_model),
+    "language_model": language_model,
     "two_micro_batches": partial(language_model, **TWO),
-    "three_micro_batches": partial(language_model, **THREE),
     "tokens_not_averaged": partial(language_model, average_tokens_across_devices=False, **TWO),
     "a_rank_without_share": partial(language_model, sizes=(0, 8), **TWO),
     "no_number_of_items": partial(language_model, model=deaf, **TWO),
-    "own_loss_that_divides": partial(language_model, loss=divided, **TWO),
     "own_loss_that_is_a_mean": partial(language_model, loss=mean, **TWO),
     "label_smoothing": partial(language_model, label_smoothing_factor=0.1, **TWO),
-    "label_smoothing_of_means": partial(language_model, model=deaf, label_smoothing_factor=0.1),
-    "classifier": classifier,
     "classifier_in_micro_batches": partial(classifier, **TWO),
     "gpt2": partial(language_model, model=gpt2, data=whole_texts, **TWO),
-    "gpt2_without_number_of_items": partial(language_model, model=partial(deaf, gpt2), data=whole_texts, **TWO),
-    "gpt2_with_own_mean": partial(language_model, model=gpt2, data=whole_texts, loss=mean, **TWO),
     "batches_without_a_label": partial(
-        language_model, model=token_classifier, data=sparse, logging_nan_inf_filter=False
+        language_model, model=partial(bert, "TokenClassification", 40), data=sparse, logging_nan_inf_filter=False
     ),
-    "seldom_logged": partial(language_model, logging_steps=4),
     "never_logged": partial(language_model, logging_strategy="no", **TWO),
-    "token_classifier": partial(language_model, model=token_classifier, **TWO),
     "both_kinds_in_one_loss": mixed,
-    "lora": partial(language_model, model=lora, **TWO),
-    "gradient_checkpointing": partial(language_model, activation_checkpointing=True, **TWO),
-    "compiled": partial(language_model, torch_compile=True, torch_compile_backend="eager"),
     "linear_schedule": partial(language_model, num_train_epochs=2, lr_scheduler_type="linear", warmup_steps=2),
-    "max_steps": partial(language_model, max_steps=9, lr_scheduler_type="linear"),
     "drop_last": partial(language_model, dataloader_drop_last=True, torch_empty_cache_steps=2, **TWO),
-    "loader_workers": partial(language_model, dataloader_num_workers=1),
+    "grouped_by_length": partial(language_model, data=partial(texts, 64), train_sampling_strategy="group_by_length"),
+    "clipped_adam": partial(language_model, optim="adamw_torch", learning_rate=1e-3, max_grad_norm=0.5, **TWO),
+    "sft_in_micro_batches": partial(fine_tuned, average_tokens_across_devices=False, **TWO),
+    "dpo": preferred,
+}
+VARIANTS = {
+    "lora": partial(language_model, model=lora, **TWO),
+    "compiled": partial(language_model, torch_compile=True, torch_compile_backend="eager"),
+    "max_steps": partial(language_model, max_steps=9, lr_scheduler_type="linear", dataloader_num_workers=1),
     "in_sequence": partial(
         language_model, train_sampling_strategy="sequential", include_num_input_tokens_seen="non_padding"
     ),
-    "grouped_by_length": partial(language_model, data=partial(texts, 64), train_sampling_strategy="group_by_length"),
-    "clipped_adam": partial(language_model, optim="adamw_torch", learning_rate=1e-3, max_grad_norm=0.5, **TWO),
-    "sft": fine_tuned,
-    "sft_in_micro_batches": partial(fine_tuned, average_tokens_across_devices=False, **TWO),
     "sft_of_completions": partial(fine_tuned, "prompt", "completion", completion_only_loss=True, **TWO),
     "sft_packed": partial(fine_tuned, packing=True),
-    "sft_packed_and_cut": partial(fine_tuned, packing=True, packing_strategy="wrapped"),
     "sft_without_padding": partial(fine_tuned, padding_free=True, max_length=None, **TWO),
-    "sft_with_another_loss": partial(fine_tuned, loss_type="dft"),
-    "sft_smoothed": partial(fine_tuned, label_smoothing_factor=0.1, **TWO),
-    "sft_of_low_rank": partial(fine_tuned, given=low_rank, **TWO),
-    "dpo": preferred,
-    "dpo_in_micro_batches": partial(preferred, **TWO),
 }
-OFTEN_ENOUGH = (
-    ("language_model", "two_micro_batches", "a_rank_without_share", "no_number_of_items", "own_loss_that_is_a_mean")
-    + ("label_smoothing", "classifier_in_micro_batches", "gpt2", "batches_without_a_label", "both_kinds_in_one_loss")
-    + ("tokens_not_averaged", "never_logged", "linear_schedule", "drop_last", "grouped_by_length", "clipped_adam")
-    + ("sft_in_micro_batches", "dpo")
-)
 
 
 def all_of(rank, names):
@@ -255,7 +201,7 @@ def all_of(rank, names):
     found = {}
     for name in names:
         lines = collected()
-        result = RUNS[name]()
+        result = {**RUNS, **VARIANTS}[name]()
         settings = ("weight_fn", "loss_reduction", "min_local_batch_size")
         found[name] = {**result, "told": {one for line in lines for one in settings if one in line}}
     return found
@@ -264,22 +210,14 @@ def all_of(rank, names):
 @pytest.fixture(scope="module")
 def both(request):
     """Runs of one process and of two ranks, of those rows that are asked for."""
-    items = [
-        item
-        for item in request.session.items
-        if getattr(item, "module", None) is request.module and hasattr(item, "callspec")
-    ]
-    rows = {item.callspec.params.get("name") for item in items}
-    names = [name for name in RUNS if name in rows]
+    items = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    rows = {item.callspec.params.get("name") for item in items if hasattr(item, "callspec")}
+    names = [name for name in {**RUNS, **VARIANTS} if name in rows]
     return [run_ranks(all_of, ranks, names, timeout=250, start="fork")[0] for ranks in (1, 2)]
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        name if name in OFTEN_ENOUGH else pytest.param(name, marks=pytest.mark.slow("a variant of another row"))
-        for name in RUNS
-    ],
+    "name", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow("a variant of another row")) for name in VARIANTS)]
 )
 def test_a_training_equals_one_process(both, name):
     if name.startswith(("sft", "dpo")):
@@ -290,61 +228,29 @@ def test_a_training_equals_one_process(both, name):
     assert two["train_loss"] == pytest.approx(one["train_loss"], rel=1e-5)
     assert all(map(math.isfinite, two["losses"]))
     assert two["plans"] == [(0, 8) if name == "a_rank_without_share" else SIZES]
-    assert two["told"] <= ({"weight_fn"} if "own" in name or "sft" in name or "dpo" in name else set())
+    assert two["told"] == ({"weight_fn"} if "own" in name else set()) or "sft" in name or "dpo" in name
     for key in ("num_tokens", "mean_token_accuracy", "rewards/margins"):  # what TRL gathers of every step
         values = [[entry[key] for entry in runs["history"] if key in entry] for runs in (one, two)]
         assert values[1] == pytest.approx(values[0], abs=1e-5)
 
 
-def test_grpo_is_plain_with_one_worker_and_refused_on_several():
-    pytest.importorskip("trl")
-    plain, flagged = (
-        run_ranks(generated, 1, env={"ACCELERATE_USE_HETERO": on}, start="fork")[0] for on in ("false", "true")
-    )
-    assert flagged["steps"] == 2
-    assert abs(flagged["weights"] - plain["weights"]).max() == 0.0
-    errors = run_ranks(generated, 2, env={"ACCELERATE_USE_HETERO": "true"}, expect_errors=True, start="fork")
-    assert [(rank, kind) for rank, kind, _ in errors] == [(0, "ValueError"), (1, "ValueError")]
-    assert all("num_generations=4" in text for *_, text in errors)
-
-
-class Weighted(Trainer):
-    def compute_loss(self, model, inputs, **kwargs):
-        weight = torch.tensor([1.0, 2.0, 4.0])
-        return nn.functional.cross_entropy(model(inputs["input_ids"]).logits, inputs["labels"], weight=weight)
-
-
-class Own(HeteroTrainer):
+class Own:
     def compute_loss(self, *args, **kwargs):
-        return super().compute_loss(*args, **kwargs)
+        pass
 
 
-class ORPOTrainer(Own):
-    def compute_loss(self, *args, **kwargs):
-        return super().compute_loss(*args, **kwargs)
-
-
-def _said(rank):
-    counts = {"hetero_weight_fn": lambda batch: len(batch["labels"])}
-    said = []
-    for cls, more in ((HeteroTrainer, {}), (Own, {}), (ORPOTrainer, {}), (Own, counts)):
-        lines = collected()
-        trainer_of(cls=cls, max_steps=2, **more).train()
-        said.append([name for line in lines for name in ("Own.compute_loss", "ORPOTrainer") if name in line])
-    lines = collected()
-    of(Weighted)(model=bert(), args=arguments(8, SIZES), train_dataset=labelled()).train()
-    return [*said, sorted({"weight_fn" for line in lines if "weight_fn" in line})]
-
-
-def test_a_loss_that_may_differ_from_one_process_is_named_once():
-    expected = [[], ["Own.compute_loss"], ["ORPOTrainer"], [], ["weight_fn"]]
-    assert run_ranks(_said, 2) == [expected, [[]] * 5]
+def test_a_loss_that_may_differ_from_one_process_is_named():
+    mixed = type("ORPOTrainer", (Own,), {"compute_loss": Own.compute_loss})
+    assert inexact_loss(HeteroTrainer.__new__(HeteroTrainer)) is None
+    assert inexact_loss(Own()).startswith("Own.compute_loss")
+    assert "hetero_weight_fn" in inexact_loss(Own())
+    assert inexact_loss(mixed()).startswith("the loss of ORPOTrainer")
 
 
 def gathering(outputs, labels, num_items_in_batch=None):
     rows = outputs["logits"][:, 0].detach()
     torch.distributed.all_gather([torch.zeros_like(rows) for _ in range(2)], rows.contiguous())
-    return tokens_of(outputs, labels, "mean")
+    return mean(outputs, labels)
 
 
 class Copies(HeteroTrainer):
@@ -382,32 +288,24 @@ def test_what_cannot_be_right_is_an_error_on_every_rank(what, says):
     assert all(says in text for *_, text in errors), errors
 
 
-@dataclass
-class Layout:
-    dispatch_batches: bool = False
-    split_batches: bool = False
-
-
-QUIET = {"output_dir": "out", "use_cpu": True, "report_to": [], "bf16": False}
-
-
 @pytest.mark.parametrize(
     ("given", "model", "settings", "says"),
     [
         ({"deepspeed": {"zero_optimization": {"stage": 2}}}, None, {}, "deepspeed"),
         ({"fsdp": True}, None, {}, "fsdp"),
+        ({"num_generations": 4}, None, {}, "num_generations=4"),
         ({"parallelism_config": object()}, None, {}, "parallelism_config"),
-        ({"accelerator_config": Layout(dispatch_batches=True)}, None, {}, "dispatch_batches"),
-        ({"accelerator_config": Layout(split_batches=True)}, None, {}, "split_batches"),
+        ({"accelerator_config": SimpleNamespace(dispatch_batches=True)}, None, {}, "dispatch_batches"),
+        ({"accelerator_config": SimpleNamespace(split_batches=True)}, None, {}, "split_batches"),
         ({}, None, {"max_total_batch_size": 64}, "max_total_batch_size"),
         ({"auto_find_batch_size": True}, None, {"local_batch_sizes": [2, 6]}, "auto_find_batch_size"),
-        ({}, type("Model", (), {"tp_size": 2})(), {}, "tp_plan"),
+        ({}, SimpleNamespace(tp_size=2), {}, "tp_plan"),
     ],
 )
 def test_arguments_that_cannot_be_split_unevenly_are_refused_by_name(given, model, settings, says):
-    args = HeteroTrainingArguments(**QUIET)
-    check_trainer(args, type("Model", (), {"tp_size": 1})(), HeteroPlugin())
-    vars(args).update(given)
+    args = HeteroTrainingArguments(output_dir="out", use_cpu=True, report_to=[], bf16=False)
+    check_trainer(args, SimpleNamespace(tp_size=1), HeteroPlugin())
+    args = SimpleNamespace(**{**vars(args), "world_size": 2, **given})
     with pytest.raises(ValueError, match=says):
         check_trainer(args, model, HeteroPlugin(**settings))
 
@@ -468,29 +366,6 @@ def test_a_decision_changes_the_next_batches(data, accumulation):
     logged = [entry for entry in first["history"] if "hetero/step_time" in entry]
     assert [entry["hetero/total_batch_size"] for entry in logged] == [16] * len(logged) != []
     assert json.loads(json.dumps(logged)) == logged  # as in trainer_state.json
-
-
-def _shown(rank, number, folder):
-    settings = {"hetero_replan": 2, "hetero_hysteresis": 1.0, "output_dir": folder, "num_train_epochs": 2}
-    trainer, seen = trainer_of(number, 12, data=texts(60).rows, **settings), []
-    note = lambda model, args, kwargs: seen.append(len(kwargs["input_ids"]))  # noqa: E731
-    trainer.model.register_forward_pre_hook(note, with_kwargs=True)
-    return seen, trained(trainer)["history"]
-
-
-@pytest.mark.parametrize("number", [None, "8,4"], ids=["tokens", "number"])
-def test_the_sizes_that_are_logged_are_those_that_ran(number, tmp_path):
-    (first, history), (second, _) = run_ranks(_shown, 2, number, str(tmp_path))
-    ran = np.array([first, second]).T
-    (path,) = tmp_path.rglob("hetero_run.jsonl")
-    record = RunRecord.from_lines(path.read_text().splitlines())
-    assert record.header.by_cost is (number is None)
-    names = [f"hetero/local_batch_size/rank{rank}" for rank in (0, 1)]
-    logged = [[one[name] for name in names] for one in history if names[0] in one]
-    assert len(logged) > 1
-    assert all(np.isclose(one, [each.ran for each in record.rounds], rtol=1e-5).all(axis=1).any() for one in logged)
-    assert (ran == (8, 4)).all() == (number is not None)
-    assert {"hetero/work_share/rank0" in one for one in history if names[0] in one} == {number is None}
 
 
 # checkpoints
@@ -623,7 +498,7 @@ class AtOnce:
         self.start = call
 
 
-def _told(rank, told, folder, resume=None):
+def _told(rank, told, folder):
     """Train on this rank, which is told in the step that ``told`` has for it."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
@@ -631,13 +506,12 @@ def _told(rank, told, folder, resume=None):
             patch.setattr(trainer_jit_checkpoint.threading, "Timer", AtOnce)
             callbacks = [TellIn(told[rank])] if rank in told else []
             how = {"output_dir": folder, "enable_jit_checkpoint": True, "max_steps": 9}
-            trainer = trainer_of(callbacks=callbacks, **how)
-            return trained(trainer, **({"resume_from_checkpoint": resume} if resume else {}))
+            return trained(trainer_of(callbacks=callbacks, **how))
     finally:
         signal.signal(signal.SIGTERM, handler)
 
 
-@pytest.mark.parametrize("told", [{0: 2}, {1: 2}, {0: 3, 1: 2}], ids=str)
+@pytest.mark.parametrize("told", [{0: 2}, {0: 3, 1: 2}], ids=str)
 def test_all_ranks_save_after_the_step_that_follows_a_signal(told, tmp_path):
     first, second = run_ranks(_told, 2, told, str(tmp_path), timeout=60.0)
     assert first["steps"] == second["steps"] == 3
@@ -645,13 +519,6 @@ def test_all_ranks_save_after_the_step_that_follows_a_signal(told, tmp_path):
     folder = tmp_path / "checkpoint-3"
     assert not (folder / "checkpoint-is-incomplete.txt").exists()
     assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == 3
-    if told == {1: 2}:
-        whole = run_ranks(_told, 2, {0: 9}, str(tmp_path / "whole"))
-        assert not list((tmp_path / "whole").glob("checkpoint-*")), "a signal in the last step changes nothing"
-        resumed = run_ranks(_told, 2, {}, str(tmp_path), str(folder))
-        for one, other in zip(whole, resumed, strict=True):
-            assert one["steps"] == other["steps"] == 9
-            np.testing.assert_array_equal(one["weights"], other["weights"])
 
 
 # evaluation, and other parts of Trainer
@@ -705,13 +572,12 @@ class InOrder(Trainer):
 
 
 def _kinds(rank):
-    """Loaders that Trainer shards itself, streams, loaders of one's own, and callbacks."""
+    """Loaders that Trainer shards itself, loaders of one's own, and callbacks."""
     rows = Rows([{**row, "length": len(row["input_ids"])} for row in texts(40).rows])
     balanced = trained(trainer_of(None, data=rows, train_sampling_strategy="batch_rebalance"))
-    streamed = trained(trainer_of(None, data=Stream(), max_steps=5))
     steps = Steps()
     trained(trainer_of(num_train_epochs=2, callbacks=[steps]))
-    return balanced, streamed, trained(trainer_of(cls=InOrder)), steps.seen
+    return balanced, trained(trainer_of(cls=InOrder)), steps.seen
 
 
 def test_loaders_of_every_kind_and_callbacks_are_those_of_one_process():
@@ -719,12 +585,12 @@ def test_loaders_of_every_kind_and_callbacks_are_those_of_one_process():
     for one, two in zip(ones, twos, strict=True):
         assert two["steps"] == one["steps"]
         assert abs(two["weights"] - one["weights"]).max() < 1e-6
-    assert twos[2]["plans"] == [SIZES]
+    assert twos[1]["plans"] == [SIZES]
     assert seen == others == [(n, round(n / 6, 3)) for n in range(1, 6)]
 
 
 def _others(rank):
-    """A total of given sizes, a batch size that is found, a second training with noise, and a step that fails."""
+    """A total of given sizes, and a batch size that is found when a step has failed."""
     given = trainer_of((2, 9), 8, max_steps=6)  # 8 is not their sum
     result = trained(given)
     found = [given.get_total_train_batch_size(given.args), result["epoch"]]
@@ -737,22 +603,11 @@ def _others(rank):
 
     finds.model.register_forward_pre_hook(fail_once, with_kwargs=True)
     found.append(trained(finds)["plans"][-1])
-    again = trainer_of(neftune_noise_alpha=1.0)
-    again.train()
-    found.append(trained(again)["steps"])
-    fails = trainer_of()
-
-    def fail(*given, **named):
-        raise ArithmeticError(fails.args.average_tokens_across_devices)
-
-    fails.compute_loss = fail
-    with pytest.raises(ArithmeticError, match="False"):
-        fails.train()
-    return [*found, fails.args.average_tokens_across_devices]
+    return [*found, finds.args.average_tokens_across_devices]
 
 
 def test_totals_are_given_or_found_and_what_was_switched_is_put_back():
-    assert run_ranks(_others, 2) == [[11, pytest.approx(1.5), (7, 7), 6, True]] * 2  # 42 samples in 4 steps
+    assert run_ranks(_others, 2) == [[11, pytest.approx(1.5), (7, 7), True]] * 2  # 42 samples in 4 steps
 
 
 def _plain(rank):
@@ -770,3 +625,33 @@ def test_switched_off_it_is_plain_and_one_process_is_told_that_the_switch_does_n
     assert (module == "accelerate.accelerator") == (env == "false")
     assert len(lines) == (ranks == 1)
     assert not lines or ("ACCELERATE_USE_HETERO" if env else "HeteroTrainer") in lines[0]
+
+
+# launched
+
+SCRIPT = """
+import json
+from transformers import HfArgumentParser
+from lightning_hetero.transformers import HeteroTrainer, HeteroTrainingArguments
+from tests.transformers.runs import llama, padded, texts, trained
+
+args = HfArgumentParser(HeteroTrainingArguments).parse_args_into_dataclasses()[0]
+result = trained(HeteroTrainer(model=llama(), args=args, train_dataset=texts(), data_collator=padded))
+if args.process_index == 0:
+    print(json.dumps({name: list(result[name]) for name in ("weights", "losses", "plans")}), flush=True)
+"""
+OPTIONS = {"report_to": "none", "optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant"}
+OPTIONS |= {"save_strategy": "no", "disable_tqdm": "true", "max_grad_norm": 1e9, "num_train_epochs": 1}
+
+
+@pytest.mark.slow("starts three processes with Transformers")
+def test_a_script_in_the_style_of_transformers_examples_takes_our_settings_as_options(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [tmp_path / "script.py", "--output_dir", tmp_path / "out", "--use_cpu", "--logging_steps", 1]
+    command += [text for name, value in OPTIONS.items() for text in (f"--{name}", value)]
+    command += ["--per_device_train_batch_size"]
+    one = result_of(execute(sys.executable, *command, 8))
+    two = result_of(torchrun(*command, 4, "--hetero_local_batch_sizes", "2,6"))
+    assert (one["plans"], two["plans"]) == ([], [[2, 6]])
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
+    assert two["weights"] == pytest.approx(one["weights"], abs=1e-6)

@@ -1,12 +1,12 @@
 """A fit whose workers are lost where faults say so, and what it must have done nevertheless."""
 
-import inspect
 import json
 import os
 import signal
 import sys
 import time
 from collections import Counter
+from functools import partial
 from itertools import pairwise
 
 import lightning as L
@@ -182,7 +182,8 @@ def wait_for(path):
         time.sleep(0.01)
 
 
-def train(folder, faults, arguments, late, accumulation=1, validates=True, validation_interval=1.0, saves=False):
+def train(folder, faults, *, arguments=None, late=True, accumulation=1, validates=True, interval=1.0, saves=False):
+    """Fit a model that suffers; with ``late``, a newcomer waits until the others have trained without it."""
     model = Suffers(folder, faults)
     model.suffer_joining()
     if model.life and late:
@@ -191,12 +192,12 @@ def train(folder, faults, arguments, late, accumulation=1, validates=True, valid
         accelerator="cpu",
         devices=SLOTS,
         plugins=[TorchElasticEnvironment()],
-        strategy=HeteroDDPStrategy(**{"replan": 4, **arguments}),
+        strategy=HeteroDDPStrategy(**{"replan": 4, **(arguments or {})}),
         max_epochs=EPOCHS,
         accumulate_grad_batches=accumulation,
         num_sanity_val_steps=0,
         limit_val_batches=1.0 if validates else 0,
-        val_check_interval=validation_interval,
+        val_check_interval=interval,
         logger=False,
         enable_checkpointing=saves,
         callbacks=[ModelCheckpoint(folder / "saved", every_n_train_steps=2, save_top_k=0, save_last=True)] * saves,
@@ -207,7 +208,6 @@ def train(folder, faults, arguments, late, accumulation=1, validates=True, valid
     trainer.fit(model, loader, DataLoader(Numbers(), batch_size=30))
     weights = model.net.state_dict() | moments(trainer.optimizers[0])
     end = {"weights": weights, "step": trainer.global_step, "world": trainer.world_size}
-    end["prefixes"] = prefixes_of_errors()
     torch.save(end, folder / f"end-{model.slot}.pt")
 
 
@@ -217,44 +217,18 @@ def moments(optimizer):
     return {f"{number} {name}": value for number, kept in state.items() for name, value in kept.items()}
 
 
-def prefixes_of_errors():
-    """How often torch puts a rank before each line of an uncaught error."""
-    hook, count = sys.excepthook, 0
-    while hook.__name__ == "_distributed_excepthook":
-        hook, count = inspect.getclosurevars(hook).nonlocals["old_hook"], count + 1
-    return count
-
-
-class GivesAddress(dist.Store):
-    """Store of a process that is lost when the others know its address, and have no connection to it yet."""
-
-    def __init__(self, store):
-        super().__init__()
-        self.store = store
-
-    def set(self, key, value):
-        self.store.set(key, value)
-
-    def wait(self, *args):
-        lose()
-
-
 def lose(*args, **kwargs):
     os.kill(os.getpid(), KILL)
 
 
-def connect(*args, store, make=dist.init_process_group, **kwargs):
-    make(*args, store=GivesAddress(store), **kwargs)
-
-
-def lost_in(name, what=lose):
+def lost_in(name):
     """Return a function that lets this process be lost in a call of torch's, from the given generation on."""
 
     def strike(first):
         call = getattr(dist, name)
 
         def lossy(*args, **kwargs):
-            return (what if int(os.environ["LIGHTNING_HETERO_GENERATION"]) >= first else call)(*args, **kwargs)
+            return (lose if int(os.environ["LIGHTNING_HETERO_GENERATION"]) >= first else call)(*args, **kwargs)
 
         setattr(dist, name, lossy)
 
@@ -262,8 +236,8 @@ def lost_in(name, what=lose):
 
 
 JOINING = {
+    "setup": lambda first: None,  # a hook of the module
     "group": lost_in("init_process_group"),
-    "connection": lost_in("init_process_group", connect),
     "steps": lost_in("all_gather_object"),
     "state": lost_in("broadcast_object_list"),
     "control plane": lost_in("new_group"),
@@ -308,7 +282,6 @@ class Outcome:
             assert sum(sizes) == LOCAL * SLOTS, step
             assert all(len(batch) == len(sizes) for batch in self.batches[step]), step
         assert {end["step"] for end in self.ends} == {steps}
-        assert {end["prefixes"] for end in self.ends} == {1}
         first = self.ends[0]["weights"]
         for end in self.ends[1:]:
             assert all(torch.equal(first[name], end["weights"][name]) for name in first)
@@ -336,27 +309,22 @@ class Outcome:
         return max(float((self.ends[0]["weights"][name] - alone[name]).abs().max()) for name in alone)
 
 
-def outcome(
-    folder,
-    faults,
-    *,
-    rejoin=True,
-    arguments=None,
-    late=True,
-    accumulation=1,
-    validates=True,
-    validation_interval=1.0,
-    **kwargs,
-):
-    if rejoin:
-        for slot, life, *_ in faults:
-            (folder / f"expects-{slot}-{life}").touch()
-    given = (folder, faults, arguments or {}, late, accumulation, validates, validation_interval)
-    assert run_kept(train, SLOTS, *given, **kwargs) == [0] * SLOTS
+def outcome(folder, faults, *, rejoin=True, restarts=9, silence=5.0, accumulation=1, **given):
+    """Train with faults; the last steps are left to the newcomers, unless nobody is to ``rejoin``."""
+    joining = [where in JOINING for _, _, _, where, _ in faults]
+    for number in range(rejoin * (len(lost(faults)) - sum(joining))):
+        (folder / f"expects-{number}").touch()
+    function = partial(train, folder, faults, accumulation=accumulation, **given)
+    assert run_kept(function, SLOTS, restarts=restarts, silence=silence) == [0] * SLOTS
     found = Outcome(folder)
     found.check(STEPS // accumulation)
     return found
 
 
+def lost(faults):
+    """Faults by which a worker is lost; the others only end what it is doing."""
+    return [fault for fault in faults if fault[4] in (KILL, STOP, EXIT)]
+
+
 def lives_of(faults):
-    return {(slot, 0) for slot in range(SLOTS)} | {(slot, life + 1) for slot, life, *_ in faults}
+    return {(slot, 0) for slot in range(SLOTS)} | {(slot, life + 1) for slot, life, *_ in lost(faults)}

@@ -4,7 +4,6 @@ Samplers, hooks of callbacks, validation, test and prediction, checkpoints and t
 that are logged under uneven sizes.
 """
 
-import csv
 import warnings
 
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 import torch
 from lightning import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from tests.helpers import Points, Regressor, fit, trainer_of
@@ -92,63 +90,32 @@ def _jobs(rank, folder):
     return made
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("both")
-    results = run_ranks(_jobs, 2, str(folder))
-    made = {key: [result[key] for result in results] for key in results[0]}
-    for name in NAMES:
-        made[name, "kept"] = sorted(path.name for path in (folder / name).glob("*.ckpt"))
-        made[name, "last"] = torch.load(folder / name / "last.ckpt", weights_only=True)
-    return made
-
-
 def batches(results):
     """Samples of every global batch, in no order."""
     return [sorted(sum(seen, [])) for seen in zip(*([row[2] for row in r["seen"]] for r in results), strict=True)]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_one_job_trains_evaluates_saves_and_stops(both, name):
-    first, rest = both[name, "first"], both[name, "rest"]
-    for result in first:
-        assert [(epoch, number) for epoch, number, _ in result["seen"]] == [(e, b) for e in range(3) for b in range(4)]
-        assert result["batches"] == (4, 2)
-    every = np.array(batches(first)).reshape(EPOCHS, N)
-    assert (np.sort(every, axis=1) == np.arange(N)).all()
-    assert len({tuple(epoch) for epoch in every}) == EPOCHS, "in another order each"
-    for results, epochs in ((first, EPOCHS), (rest, 1)):
-        assert sorted(results[0]["validated"] + results[1]["validated"]) == sorted(list(range(VALID)) * epochs)
-        assert sorted(results[0]["predicted"] + results[1]["predicted"]) == list(range(VALID))
-        assert results[0]["val_loss"] == results[1]["val_loss"]
-        assert results[0]["tested"] == results[1]["tested"] == pytest.approx(results[0]["val_loss"])
-        np.testing.assert_array_equal(results[0]["weights"], results[1]["weights"])
-    for result in rest:
-        assert {epoch for epoch, *_ in result["seen"]} == {EPOCHS}
-        assert result["steps"] == 4 * (EPOCHS + 1)
-        assert ("on_load_checkpoint", 0, 0) in result["heard"]
-    assert both[name, "stopped"] == [8, 8], "best after the first epoch, and one more to be patient with"
-
-
-@pytest.mark.parametrize("what", ["first", "rest"])
-def test_both_names_are_one_training(both, what):
-    """The same global batches, hooks in the same order, and the same weights but for the rounding of a sum."""
-    plain, ours = both["ddp", what], both["hetero_ddp", what]
-    assert batches(plain) == batches(ours)
-    for theirs, own in zip(plain, ours, strict=True):
-        assert theirs["heard"] == own["heard"]
-        assert theirs["steps"] == own["steps"]
-        assert theirs["val_loss"] == pytest.approx(own["val_loss"], rel=1e-6)
-        np.testing.assert_allclose(theirs["weights"], own["weights"], rtol=1e-12)
-
-
-def test_checkpoints_have_the_same_names_and_contents(both):
-    plain, ours = both["ddp", "last"], both["hetero_ddp", "last"]
-    assert both["ddp", "kept"] == both["hetero_ddp", "kept"]
+def test_both_names_are_one_training(tmp_path):
+    """The same global batches, hooks in the same order, checkpoints, and weights but for the rounding of a sum."""
+    results = run_ranks(_jobs, 2, str(tmp_path))
+    both = {key: [result[key] for result in results] for key in results[0]}
+    for what in ("first", "rest"):
+        plain, ours = both["ddp", what], both["hetero_ddp", what]
+        assert batches(plain) == batches(ours)
+        for theirs, own in zip(plain, ours, strict=True):
+            same = ("heard", "steps", "batches", "validated", "predicted")
+            assert [theirs[name] for name in same] == [own[name] for name in same]
+            assert ("on_load_checkpoint", 0, 0) in own["heard"] or what == "first"
+            for name in ("val_loss", "tested"):
+                assert theirs[name] == pytest.approx(own[name], rel=1e-6)
+            np.testing.assert_allclose(theirs["weights"], own["weights"], rtol=1e-12)
+    assert both["ddp", "stopped"] == both["hetero_ddp", "stopped"] == [8, 8], "best after an epoch, and one more"
+    kept = [sorted(path.name for path in (tmp_path / name).glob("*.ckpt")) for name in NAMES]
+    assert kept[0] == kept[1]
+    plain, ours = (torch.load(tmp_path / name / "last.ckpt", weights_only=True) for name in NAMES)
     assert set(plain) == set(ours)
     assert set(plain["callbacks"]) < set(ours["callbacks"]), "and what was learned of the workers"
     assert (plain["global_step"], plain["epoch"]) == (ours["global_step"], EPOCHS - 1)
-    assert set(plain["state_dict"]) == set(ours["state_dict"])
     for key, value in plain["state_dict"].items():
         torch.testing.assert_close(ours["state_dict"][key], value)
 
@@ -162,32 +129,21 @@ class Logs(Regressor):
         return loss
 
 
-LOGGED = [(sizes, n) for sizes in ((3, 4), (6, 1), (5, 0)) for n in (7, 21, 25)]
+LOGGED = [((3, 4), 25), ((6, 1), 7), ((5, 0), 21)]
 
 
-def _logs(rank, folder):
+def _logs(rank):
     found = {}
     for sizes, n in LOGGED:
         given = {"model": Logs(), "dataset": Points(n), "max_epochs": 1}
         found[sizes, n] = fit(rank, {"local_batch_sizes": sizes}, 2, 1, **given)["metrics"]
-    logger = CSVLogger(folder, name="", version="")
-    fit(rank, {"replan": 4}, 2, 4, dataset=Points(200), max_epochs=2, logger=logger, log_every_n_steps=1)
     return found
 
 
-def test_logged_means_are_means_over_samples_and_our_metrics_reach_the_logger(tmp_path):
-    for found in run_ranks(_logs, 2, str(tmp_path)):
+def test_logged_means_are_means_over_samples():
+    for found in run_ranks(_logs, 2):
         for (sizes, n), metrics in found.items():
             expected = float(Points(n).x[:, 0].mean())
             assert metrics["constant"] == pytest.approx(1.0, abs=1e-6), (sizes, n)
             assert metrics["step_constant"] == pytest.approx(3.0, abs=1e-6), (sizes, n)
             assert metrics["mean_x"] == pytest.approx(expected, rel=1e-4, abs=1e-6), (sizes, n)
-    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
-    found = {name: [float(r[name]) for r in rows if r.get(name)] for name in rows[0]}
-    predicted = ("predicted_step_time", "predicted_step_time_error")
-    for name in ("step_time", *predicted, "idle_fraction", "compute_time/rank0", "compute_time/rank1"):
-        assert found[f"hetero/{name}"], name
-        assert all(v >= 0 and np.isfinite(v) for v in found[f"hetero/{name}"])
-    assert set(found["hetero/total_batch_size"]) == {8.0}
-    sizes = zip(found["hetero/local_batch_size/rank0"], found["hetero/local_batch_size/rank1"], strict=True)
-    assert all(a + b == 8 for a, b in sizes)

@@ -25,7 +25,6 @@ from lightning_hetero.config import HeteroConfig
 from lightning_hetero.frontend.joining import warn_of_stale_addresses
 from lightning_hetero.strategies._lightning.membership import launcher
 from lightning_hetero.strategies._lightning.membership.strategy import config_of_members
-from tests.helpers import collected
 from tests.kept import run_kept
 from tests.lightning.members import (
     CUT,
@@ -33,6 +32,7 @@ from tests.lightning.members import (
     EPOCHS,
     EXIT,
     FAIL,
+    JOINING,
     KILL,
     LOCAL,
     SLOTS,
@@ -44,69 +44,83 @@ from tests.lightning.members import (
     Suffers,
     lives_of,
     loss_of,
+    lost,
     outcome,
     train,
     wait_for,
 )
 
-kills = partial(pytest.param, marks=pytest.mark.slow("kills workers, which takes seconds each"))
 slow = pytest.mark.slow("kills workers, which takes seconds each")
 LOSSY = {"compression": BlockTopK(density=0.3, block=8, warmup_steps=2)}
-ALL = range(SLOTS)
-
-
-AT_ONCE = ({"late": False}, {"silence": 1.0})
-"""The newcomer may be there before the next step."""
-
-
-@pytest.mark.parametrize(
-    ("faults", "given"),
-    [
-        ([(0, 0, 6, "forward", KILL)], {}),
-        kills([(2, 0, 6, "forward", KILL)], {}),
-        kills([(0, 0, 6, "optimizer", KILL)], {}),
-        kills([(2, 0, 6, "optimizer", KILL)], {}),
-        kills([(1, 0, 6, "forward", EXIT)], {}),
-        kills([(1, 0, 6, "forward", KILL)], {"late": False}),
-        kills([(1, 0, 6, "forward", STOP)], {"silence": 1.0}),
-        kills([(0, 0, 6, "forward", KILL), (2, 0, 6, "forward", KILL), (2, 1, 14, "forward", KILL)], {}),
-        kills([(1, 0, STEPS // EPOCHS, "validation", KILL)], {}),
-        kills([(2, 0, 2, "second batch", KILL)], {"accumulation": 3}),
-    ],
-)
-def test_the_others_go_on_and_a_newcomer_joins(tmp_path, faults, given):
-    found = outcome(tmp_path, faults, **given)
-    assert found.lives == lives_of(faults), "nobody else was started again"
-    assert len(found.worlds()) > 1 or given in AT_ONCE
-    assert found.difference() < 1e-12
-
-
+ALL, HALF = range(SLOTS), STEPS // EPOCHS
 VALIDATION = ["validation start", "validation", "validation end"]
 PLACES = ["epoch start", "between batches", "batch start", "forward", "optimizer", "batch end", "epoch end"]
 BETWEEN = [(where, True) for where in PLACES + VALIDATION] + [(where, False) for where in PLACES]
 
 
-@slow
-@pytest.mark.parametrize(("where", "validates"), BETWEEN)
-def test_a_worker_is_lost_between_two_epochs(tmp_path, where, validates):
-    found = outcome(tmp_path, [(0, 0, STEPS // EPOCHS, where, KILL)], validates=validates)
-    assert found.difference() < 1e-12
+def fail(step, where):
+    """All links fail in the same place."""
+    return [(slot, 0, step, where, FAIL) for slot in ALL]
 
 
-@pytest.mark.parametrize(
-    ("where", "validates", "first", "accumulation"),
-    [
-        ("forward", True, True, 1),
-        *(kills(*place, first, count) for place in BETWEEN for first in (True, False) for count in (1, 3)),
-    ],
-)
-def test_links_fail_between_two_epochs(tmp_path, where, validates, first, accumulation):
-    """All fail in the same place, in the last step of the first epoch, or after it, and once more in the second."""
-    step = STEPS // EPOCHS // accumulation - (not first)
-    faults = [(slot, 0, *fault, FAIL) for slot in ALL for fault in ((step, where), (step + 2, "forward"))]
-    given = {"validates": validates, "accumulation": accumulation, "validation_interval": 1 / accumulation}
-    found = outcome(tmp_path, faults, rejoin=False, **given)
-    assert found.lives == {(slot, 0) for slot in ALL}
+def between_epochs(where, validates, first, accumulation):
+    """In the last step of the first epoch, or after it, and once more in the second."""
+    step = HALF // accumulation - (not first)
+    given = {"validates": validates, "accumulation": accumulation, "interval": 1 / accumulation}
+    return fail(step, where) + fail(step + 2, "forward"), given
+
+
+def joins(*deaths):
+    """Newcomers are lost while they join, each with its life, step and place."""
+    return [(1, 0, 6, "forward", KILL), *((*death, KILL) for death in deaths)], {}
+
+
+QUICK = {
+    "rank 0": ([(0, 0, 6, "forward", KILL)], {}),
+    "links": between_epochs("forward", True, True, 1),
+}
+SLOW = {
+    "the last rank": ([(2, 0, 6, "forward", KILL)], {}),
+    "rank 0 in the optimizer": ([(0, 0, 6, "optimizer", KILL)], {}),
+    "the script exits": ([(1, 0, 6, "forward", EXIT)], {}),
+    "a newcomer is there before the next step": ([(1, 0, 6, "forward", KILL)], {"late": False}),
+    "stopped": ([(1, 0, 6, "forward", STOP)], {"silence": 1.0}),
+    "two, and one again": ([(0, 0, 6, "forward", KILL), (2, 0, 6, "forward", KILL), (2, 1, 14, "forward", KILL)], {}),
+    "in a validation": ([(1, 0, HALF, "validation", KILL)], {}),
+    "in a window": ([(2, 0, 2, "second batch", KILL)], {"accumulation": 3}),
+    **{f"between epochs {at}": ([(0, 0, HALF, at[0], KILL)], {"validates": at[1]}) for at in BETWEEN},
+    **{
+        f"links between epochs {(*at, first, count)}": between_epochs(*at, first, count)
+        for at in BETWEEN
+        for first in (True, False)
+        for count in (1, 3)
+    },
+    # what Lightning counts is right also behind a batch that has failed
+    **{f"links again, {at}": ([*fail(6, "forward"), *fail(9, at)[:2], (2, 0, 9, at, KILL)], {}) for at in PLACES},
+    "a link is cut": ([(1, 0, 6, "forward", CUT)], {}),
+    "a link is cut in the optimizer": ([(1, 0, 6, "optimizer", CUT)], {}),
+    "a link is cut again and again": ([(1, 0, 6, "forward", CUT)] * (launcher.MEETINGS + 1), {}),
+    "a sum does not end": ([(1, 0, 6, "forward", ENDLESS), (2, 0, 6, "forward", KILL)], {}),
+    "setting up": joins((1, 1, 0, "setup")),
+    "before the group": joins((1, 1, 0, "group")),
+    "one after another": joins(
+        (1, 1, 0, "steps"), (1, 2, 0, "state"), (1, 3, 0, "control plane"), (1, 4, 0, "forward")
+    ),
+    "two at once": joins((1, 1, 0, "state"), (0, 0, 2, "state")),
+}
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=slow) for name in SLOW)])
+def test_the_others_go_on_and_a_newcomer_joins(tmp_path, name):
+    """From their own state; nobody but who was lost is started again, and who was lost while it joined is again."""
+    faults, given = {**QUICK, **SLOW}[name]
+    found = outcome(tmp_path, faults, **given)
+    joined_in_vain = {slot for slot, _, _, where, _ in faults if where in JOINING}
+    others = [{life for life in lives if life[0] not in joined_in_vain} for lives in (found.lives, lives_of(faults))]
+    assert others[0] == others[1], "nobody else was started again"
+    assert SLOTS in found.worlds()
+    assert len(found.worlds()) > 1 or not lost(faults) or "late" in given or "silence" in given
+    assert lost(faults) or found.worlds() == {SLOTS}
     assert found.difference() < 1e-12
 
 
@@ -116,70 +130,10 @@ def test_links_fail_between_two_epochs(tmp_path, where, validates, first, accumu
     [*((1, where, 3, (6, 7)) for where in VALIDATION), (5, "between batches", 1, (6,))],
 )
 def test_links_fail_around_a_validation_inside_an_epoch(tmp_path, step, where, accumulation, validations):
-    faults = [(slot, 0, step, where, FAIL) for slot in ALL]
-    found = outcome(tmp_path, faults, rejoin=False, accumulation=accumulation, validation_interval=1 / 3)
+    found = outcome(tmp_path, fail(step, where), accumulation=accumulation, interval=1 / 3)
     assert found.difference() < 1e-12
     for slot in ALL:
         assert len((tmp_path / f"validated-{slot}-0").read_text()) in validations, "three an epoch, one maybe again"
-
-
-@slow
-@pytest.mark.parametrize("where", PLACES)
-def test_links_fail_again_and_a_worker_is_lost(tmp_path, where):
-    """What Lightning counts is right also behind a batch that has failed."""
-    first = [(slot, 0, 6, "forward", FAIL) for slot in ALL]
-    faults = [*first, (2, 0, 9, where, KILL), *((slot, 0, 9, where, FAIL) for slot in range(SLOTS - 1))]
-    (tmp_path / "expects-2-0").touch()
-    found = outcome(tmp_path, faults, rejoin=False)
-    assert found.lives == lives_of([(2, 0)])
-    assert found.difference() < 1e-12
-
-
-@slow
-@pytest.mark.parametrize(
-    "faults",
-    [
-        [(1, 0, 6, "forward", CUT)],
-        [(1, 0, 6, "optimizer", CUT)],
-        [(1, 0, 6, "forward", CUT)] * (launcher.MEETINGS + 1),
-    ],
-)
-def test_links_are_cut_and_nobody_is_lost(tmp_path, faults):
-    found = outcome(tmp_path, faults, rejoin=False)
-    assert found.lives == {(slot, 0) for slot in ALL}, "nobody was started again"
-    assert found.worlds() == {SLOTS}
-    assert found.difference() < 1e-12
-
-
-@slow
-def test_who_waits_for_a_sum_that_gloo_does_not_end_goes_on(tmp_path):
-    (tmp_path / "expects-2-0").touch()
-    found = outcome(tmp_path, [(1, 0, 6, "forward", ENDLESS), (2, 0, 6, "forward", KILL)], rejoin=False)
-    assert found.lives == lives_of([(2, 0)]), "it was not started again"
-    assert found.difference() < 1e-12
-
-
-DEATHS = {
-    "setting up": [(1, 1, 0, "setup")],
-    "before the group": [(1, 1, 0, "group")],
-    "connecting": [(1, 1, 0, "connection")],
-    "one after another": [(1, 1, 0, "steps"), (1, 2, 0, "state"), (1, 3, 0, "control plane"), (1, 4, 0, "forward")],
-    "two at once": [(1, 1, 0, "state"), (0, 0, 2, "state")],
-}
-
-
-@slow
-@pytest.mark.parametrize("name", DEATHS)
-def test_nobody_else_ends_when_workers_are_lost_while_they_join(tmp_path, name):
-    """The others go on from their own state, wherever a newcomer is lost, and another worker with it."""
-    faults = [(1, 0, 6, "forward", KILL), *((*death, KILL) for death in DEATHS[name])]
-    for number in range(1 + sum(where == "forward" for *_, where, _ in faults[1:])):
-        (tmp_path / f"expects-{number}").touch()
-    found = outcome(tmp_path, faults, rejoin=False, restarts=len(faults))
-    others = set(ALL) - {slot for slot, *_ in faults}
-    assert {life for life in found.lives if life[0] in others} == {(slot, 0) for slot in others}
-    assert SLOTS in found.worlds()
-    assert found.difference() < 1e-12
 
 
 @slow
@@ -190,37 +144,35 @@ def test_lost_too_often_the_others_end_without_it(tmp_path):
     assert found.difference() < 1e-12
 
 
-def train_without_the_disk_of_the_others(folder, faults):
-    """The first life saves; in the second one, a worker does not see the file."""
+def train_without_the_disk_of_the_others(folder, faults, **given):
+    """In the second life, a worker does not see the file that the first one has saved."""
     exists = os.path.exists
     if os.environ["LIGHTNING_HETERO_SLOT"] == "1":
         os.path.exists = lambda path: exists(path) and "saved" not in str(path)
-    train(folder, faults, {}, False, saves=True)
+    train(folder, faults, **given)
 
 
-def train_twice(folder, faults):
+def train_twice(folder, faults, **given):
     for name, suffered in (("first", []), ("second", faults)):
         (folder / name).mkdir(exist_ok=True)
-        train(folder / name, suffered, {}, False, saves=True)
-
-
-def train_alone(folder, faults, **given):
-    train(folder, faults, {}, False, **given)
+        train(folder / name, suffered, **given)
 
 
 ALL_LOST = {
-    "begin anew": (train_alone, 0),
-    "from a checkpoint": (partial(train_alone, saves=True), 6),
-    "not all see it": (train_without_the_disk_of_the_others, 0),
-    "in a second fit": (train_twice, 6),
+    "from a checkpoint": (train, True, 6),
+    "begin anew": (train, False, 0),
+    "not all see it": (train_without_the_disk_of_the_others, True, 0),
+    "in a second fit": (train_twice, True, 6),
 }
 
 
-@pytest.mark.parametrize("name", [name if name == "from a checkpoint" else kills(name) for name in ALL_LOST])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "from a checkpoint" else slow) for name in ALL_LOST]
+)
 def test_all_are_lost_at_once_and_go_on_from_the_newest_checkpoint(tmp_path, name):
-    function, step = ALL_LOST[name]
+    function, saves, step = ALL_LOST[name]
     faults = [(slot, 0, 7, "forward", KILL) for slot in ALL]
-    assert run_kept(function, SLOTS, tmp_path, faults) == [0] * SLOTS
+    assert run_kept(partial(function, tmp_path, faults, late=False, saves=saves), SLOTS) == [0] * SLOTS
     begun = [path.read_text().partition("\n")[0] for path in tmp_path.rglob("steps-*-1.jsonl")]
     assert [json.loads(one)["step"] for one in begun if one] == [step] * SLOTS
     if name == "begin anew":
@@ -257,17 +209,11 @@ def test_every_mode_goes_on(tmp_path, mode):
 
 
 class Follows(Suffers):
-    """Its learning rate follows a metric; ``score`` is logged in the second batch of an epoch only."""
-
-    def __init__(self, folder, faults, monitor):
-        super().__init__(folder, faults)
-        self.monitor = monitor
+    """Its learning rate follows a metric."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss)
-        if batch_idx == 1:
-            self.log("score", 1.0)
         return loss
 
     def validation_step(self, batch, batch_idx):
@@ -276,7 +222,7 @@ class Follows(Suffers):
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": self.monitor}}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val"}}
 
 
 class Config:
@@ -298,11 +244,11 @@ def loader():
     return DataLoader(Numbers(), batch_size=LOCAL, shuffle=True)
 
 
-def _follows(folder, faults, monitor, version):
-    model = Follows(folder, faults, monitor)
+def _follows(folder, faults):
+    model = Follows(folder, faults)
     if model.life:
         wait_for(folder / "alone")
-    logger = CSVLogger(folder, "log", version, flush_logs_every_n_steps=1)
+    logger = CSVLogger(folder, "log", flush_logs_every_n_steps=1)
     callbacks = [SaveConfigCallback(Config(), SimpleNamespace())]
     given = {"max_epochs": EPOCHS, "log_every_n_steps": 1, "logger": logger, "callbacks": callbacks}
     trainer = trainer_of(HeteroDDPStrategy(replan=4), **given)
@@ -317,20 +263,19 @@ def rows_of(path):
 
 
 @slow
-@pytest.mark.parametrize("lost", [None, (0, 6), (1, 6), (0, STEPS // EPOCHS + 4)])
-@pytest.mark.parametrize(("monitor", "version"), [("val", None), ("score", "mine")])
-def test_rates_rows_and_files_are_those_of_an_undisturbed_training(tmp_path, monitor, lost, version):
-    faults = [] if lost is None else [(lost[0], 0, lost[1], "forward", KILL)]
-    for slot, life, *_ in faults:
-        (tmp_path / f"expects-{slot}-{life}").touch()
-    assert run_kept(_follows, SLOTS, tmp_path, faults, monitor, version) == [0] * SLOTS
+@pytest.mark.parametrize("fault", [None, (0, 6), (1, 6), (0, HALF + 4)])
+def test_rates_rows_and_files_are_those_of_an_undisturbed_training(tmp_path, fault):
+    faults = [] if fault is None else [(fault[0], 0, fault[1], "forward", KILL)]
+    if faults:
+        (tmp_path / "expects-0").touch()
+    assert run_kept(_follows, SLOTS, tmp_path, faults) == [0] * SLOTS
     rates = [float(path.read_text()) for path in tmp_path.glob("rate-*")]
     assert rates == [0.05] * SLOTS, "the metric was no better in the second epoch"
     files = sorted((tmp_path / "log").glob("*/metrics.csv"))
     first = rows_of(files[0])
     assert sorted(step for path in files for step in rows_of(path)) == list(range(STEPS))
     assert first == list(range(len(first))), "what the first rank 0 has written stays, and the next goes on there"
-    assert len(files) == 1 or (version is None and lost and lost[0] == 0)
+    assert len(files) == 1 or (fault and fault[0] == 0)
     configs = list((tmp_path / "log").glob("*/config.yaml"))
     assert [path.read_text() for path in configs] == ["written once\n"]
 
@@ -380,7 +325,7 @@ def _scores(folder, fails):
     torch.save(found, folder / f"{trainer.global_rank}.pt")
 
 
-@pytest.mark.parametrize("fails", [kills(False), True])
+@pytest.mark.parametrize("fails", [pytest.param(False, marks=slow), True])
 def test_what_was_not_sent_is_neither_lost_nor_counted_twice(tmp_path, fails):
     assert run_kept(_scores, SLOTS, tmp_path, fails) == [0] * SLOTS
     ranks = [torch.load(path, weights_only=True) for path in sorted(tmp_path.glob("*.pt"))]
@@ -415,10 +360,6 @@ def _with_strategy(folder, name, kwargs):
     trainer.fit(Suffers(folder, []), loader())
 
 
-def _averages_weights(folder):
-    _with_strategy(folder, HeteroDDPStrategy(), {"callbacks": [StochasticWeightAveraging(0.1)]})
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         yield from (Numbers()[i] for i in range(len(Numbers())))
@@ -442,12 +383,16 @@ REFUSED = {
     "sharded": (_with_strategy, ("hetero_fsdp", {}), "hetero_ddp"),
     "ranks": (_with_strategy, ("hetero_ddp", {"plugins": [LightningEnvironment()]}), "LightningEnvironment"),
     "backend": (_with_strategy, (partial(HeteroDDPStrategy, process_group_backend="nccl"), {}), "'nccl'"),
-    "averages": (_averages_weights, (), "StochasticWeightAveraging"),
+    "averages": (
+        _with_strategy,
+        (HeteroDDPStrategy, {"callbacks": [StochasticWeightAveraging(0.1)]}),
+        "StochasticWeightAveraging",
+    ),
     "stream": (_stream, (), "MembershipError"),
 }
 
 
-@pytest.mark.parametrize("name", [name if name == "ranks" else kills(name) for name in REFUSED])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "ranks" else slow) for name in REFUSED])
 def test_what_cannot_go_on_without_a_worker_is_refused(tmp_path, name):
     function, arguments, says = REFUSED[name]
     codes, errors = told(tmp_path, function, *(one() if callable(one) else one for one in arguments))
@@ -497,41 +442,27 @@ def test_toggled_optimizers_of_a_lost_step_are_untoggled(tmp_path):
     assert all(torch.equal(end[name], ends[0][name]) for end in ends for name in end)
 
 
-def _fits(folder, fits, faults):
-    """Fits one after another; faults are those of the last one."""
-    model, trainers = Suffers(folder, []), []
-    try:
-        for number in range(fits):
-            due = faults if number == fits - 1 else []
-            model.faults = [fault for fault in due if fault[:2] == (model.slot, model.life)]
-            trainers.append(trainer_of(HeteroDDPStrategy(replan=4)))
-            trainers[-1].fit(model, loader())
-        (folder / f"fitted-{model.slot}").touch()
-    finally:
-        (folder / f"stopped-{model.slot}-{model.life}").write_text(str(trainers[-1].global_step))
-
-
 @slow
 def test_in_a_second_fit_the_others_go_on_and_nobody_joins(tmp_path):
-    codes, errors = told(tmp_path, _fits, 2, [(1, 0, 4, "forward", KILL)], restarts=1)
-    assert {path.name for path in tmp_path.glob("fitted-*")} == {"fitted-0", "fitted-2"}
-    assert not (tmp_path / "steps-1-1.jsonl").read_text(), "a newcomer is in the first fit of its script"
+    codes, errors = told(tmp_path, partial(train_twice, late=False), [(1, 0, 4, "forward", KILL)], restarts=1)
+    assert {path.name for path in tmp_path.glob("second/end-*")} == {"end-0.pt", "end-2.pt"}
+    assert not (tmp_path / "first" / "steps-1-1.jsonl").read_text(), "a newcomer is in the first fit of its script"
     assert codes == [0, 0, 0]
     assert all("first fit only" in error or error == "SystemExit: 0" for error in errors)
 
 
 @slow
-def test_sigterm_ends_all_and_nothing_starts_again(tmp_path):
-    codes, _ = told(tmp_path, _fits, 1, [(1, 0, 4, "forward", TERM)], restarts=3)
-    assert {path.name for path in tmp_path.glob("stopped-*")} == {f"stopped-{slot}-0" for slot in ALL}
-    assert len({path.read_text() for path in tmp_path.glob("stopped-*")}) == 1, "all stop before the same batch"
-    assert codes == [0, 0, 0]
-
-
-@slow
-def test_a_signal_is_not_forgotten_when_a_worker_is_lost(tmp_path):
-    told(tmp_path, _fits, 1, [(1, 0, 4, "forward", KILL), (2, 0, 4, "forward", TERM)], restarts=1)
-    assert not list(tmp_path.glob("fitted-*")), "training was told to end"
+@pytest.mark.parametrize("also", [[], [(1, 0, 4, "forward", KILL)]], ids=["alone", "beside a loss"])
+def test_sigterm_ends_all_and_nothing_starts_again(tmp_path, also):
+    codes, _ = told(
+        tmp_path, partial(train, late=False), [*also, (2, 0, 4, "forward", TERM)], restarts=3 - 2 * len(also)
+    )
+    assert not list(tmp_path.glob("end-*")), "training was told to end"
+    if not also:
+        steps = [path.read_text().count("done") for path in tmp_path.glob("steps-*-0.jsonl")]
+        assert len(steps) == SLOTS == len(list(tmp_path.glob("steps-*")))
+        assert len(set(steps)) == 1, "all stop before the same batch"
+        assert codes == [0, 0, 0]
 
 
 # settings alone
@@ -554,19 +485,7 @@ def test_evaluation_data_are_split_among_the_members(monkeypatch):
     assert strategy.distributed_sampler_kwargs == {"num_replicas": SLOTS - 1, "rank": 1}
 
 
-@pytest.mark.parametrize(
-    ("restarts", "shared", "warns"), [("1", "True", True), ("0", "True", False), ("1", "False", False)]
-)
-def test_a_start_that_may_wait_for_workers_that_are_gone_says_so(restarts, shared, warns):
-    lines = collected()
-    environment = {"TORCHELASTIC_RESTART_COUNT": restarts, "TORCHELASTIC_USE_AGENT_STORE": shared}
-    assert warn_of_stale_addresses(environment) is warns
-    assert any("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in line for line in lines) is warns
-
-
-@pytest.mark.parametrize("error", [ValueError("a bug of the user's"), RuntimeError("a bug"), None])
-def test_a_lost_connection_is_told_from_a_bug(error):
-    assert not launcher.lost_connection(error)
-    outer = ValueError("could not log")
-    outer.__context__ = RuntimeError("gloo: Connection closed by peer")
-    assert launcher.lost_connection(outer)
+def test_a_start_that_may_wait_for_workers_that_are_gone_says_so():
+    for restarts, shared, warns in (("1", "True", True), ("0", "True", False), ("1", "False", False)):
+        environment = {"TORCHELASTIC_RESTART_COUNT": restarts, "TORCHELASTIC_USE_AGENT_STORE": shared}
+        assert warn_of_stale_addresses(environment) is warns

@@ -77,7 +77,6 @@ def probe(model, batch_size=4, limit=1000, data=None, **kwargs):
 LIBRARIES = [
     "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
-    "CUDA out of memory. Tried to allocate 2.00 GiB",
 ]
 
 
@@ -85,7 +84,7 @@ LIBRARIES = [
     "failing",
     [(), ("backward",), *(("forward", RuntimeError, text) for text in LIBRARIES)],
 )
-@pytest.mark.parametrize(("bound", "multiple"), [(2, 1), (3, 1), (4, 1), (100, 1), (333, 1), (5000, 1), (333, 8)])
+@pytest.mark.parametrize(("bound", "multiple"), [(2, 1), (4, 1), (333, 1), (5000, 1), (333, 8)])
 def test_the_bound_is_found(bound, multiple, failing):
     model = Fits(bound, *failing)
     found, true = probe(model, multiple=multiple), min(bound, 1000) // multiple * multiple
@@ -97,22 +96,19 @@ def test_the_bound_is_found(bound, multiple, failing):
     assert batch == [i % 16 for i in range(len(batch))], "the samples in turn: their sizes may differ"
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError, RuntimeError])
-def test_another_error_is_the_users_own(error):
-    model = Fits(1, "forward", error, "shapes cannot be multiplied")
-    with pytest.raises(error, match="shapes cannot be multiplied"):
+def test_another_error_is_the_users_own():
+    model = Fits(1, "forward", RuntimeError, "shapes cannot be multiplied")
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         probe(model)
     assert "log" not in vars(model)
 
 
-@pytest.mark.parametrize("own_log", [False, True])
-def test_nothing_remains_of_a_dry_run(own_log):
+def test_nothing_remains_of_a_dry_run():
     """Buffers (running statistics), random states, gradients, the mode of every submodule and logging."""
     model = Fits(50)
     model.net[2].eval()
     model.net[1].running_mean.fill_(3.0)
-    if own_log:
-        model.log = print
+    model.log = print
     before = {name: value.clone() for name, value in model.state_dict().items()}
     modes, attributes = tuple(m.training for m in model.modules()), set(vars(model))
     torch.manual_seed(5), np.random.seed(5), random.seed(5)
@@ -126,7 +122,7 @@ def test_nothing_remains_of_a_dry_run(own_log):
     assert tuple(m.training for m in model.modules()) == modes
     assert set(model.modes) == {modes}, "a dry run is made in the modes that the user set"
     assert set(vars(model)) == attributes
-    assert vars(model).get("log") is (print if own_log else None)
+    assert model.log is print
 
 
 class Transfers(Fits):
@@ -194,49 +190,42 @@ def test_nothing_waits_for_another_worker_while_trying():
 # what training needs beside, and what a plan can give
 
 
-class Rationed:
-    """Memory of a device in bytes, of which tensors take theirs for as long as they live."""
+class Needs(Regressor):
+    """Needs 10 bytes of each sample beside what lives of ``reserved``."""
 
-    def __init__(self, monkeypatch, num_bytes):
-        self.left, empty = num_bytes, torch.empty
+    def __init__(self):
+        super().__init__(dtype=torch.float32)
+        self.left = 1000
 
-        def counted(*size, **kwargs):
-            made = empty(*size, **kwargs)
-            return self.take(made.numel(), made) if made.dtype == torch.uint8 else made
-
-        monkeypatch.setattr(torch, "empty", counted)
-
-    def take(self, num_bytes, tensor=None):
+    def take(self, num_bytes):
         if num_bytes > self.left:
             raise torch.OutOfMemoryError("no memory")
         self.left -= num_bytes
-        if tensor is not None:
-            weakref.finalize(tensor, self.give, num_bytes)
-        return tensor
 
     def give(self, num_bytes):
         self.left += num_bytes
 
-
-class Needs(Regressor):
-    """Needs 10 bytes for each sample."""
-
-    def __init__(self, memory):
-        super().__init__(dtype=torch.float32)
-        self.memory = memory
-
     def training_step(self, batch, batch_idx):
-        self.memory.take(10 * len(batch[0]))
-        self.memory.give(10 * len(batch[0]))
+        self.take(10 * len(batch[0]))
+        self.give(10 * len(batch[0]))
         return self.loss(batch)
 
 
-@pytest.mark.parametrize(("reserved", "expected"), [(0, 100), (600, 40), (995, 0), (2000, 0)])
+@pytest.mark.parametrize(("reserved", "expected"), [(0, 100), (600, 40), (2000, 0)])
 def test_what_training_allocates_later_is_taken_while_trying_and_given_back(monkeypatch, reserved, expected):
-    rationed = Rationed(monkeypatch, 1000)
-    found = probe(Needs(rationed), data=Points(16, dtype=torch.float32), reserved=reserved)
+    model, empty = Needs(), torch.empty
+
+    def counted(*size, **kwargs):
+        made = empty(*size, **kwargs)
+        if made.dtype == torch.uint8:
+            model.take(made.numel())
+            weakref.finalize(made, model.give, made.numel())
+        return made
+
+    monkeypatch.setattr(torch, "empty", counted)
+    found = probe(model, data=Points(16, dtype=torch.float32), reserved=reserved)
     assert found in (expected, expected - 1)
-    assert rationed.left == 1000
+    assert model.left == 1000
 
 
 def test_what_training_allocates_later_is_that_of_what_is_trained():
@@ -317,12 +306,6 @@ def greedily(kind):
 
 
 BOUNDS = {(None, 30): (11, 1), (9, 30): (9, 3), (6, 6): (6, 6), (4, 30): (4, 8)}
-GIVEN = {
-    "max_local_batch_sizes": ({"max_local_batch_sizes": [7, 30]}, (7, 5)),
-    "min_local_batch_size": ({"min_local_batch_size": 4}, (8, 4)),
-    "local_batch_multiple": ({"local_batch_multiple": 3}, (9, 3)),
-    "both": ({"local_batch_multiple": 4, "max_local_batch_sizes": [7, 30]}, (4, 8)),
-}
 IMPOSSIBLE = {
     "unknown": ((3, 8), None, r"12 .*\[3, 8\], together 11"),
     "known": ((3, 8), Greedy, "12.*11"),
@@ -333,11 +316,11 @@ IMPOSSIBLE = {
 def _bounded(rank):
     """Each rank finds a bound of its own by probing, or it is given."""
 
-    def run(kind, epochs=2, **strategy):
+    def run(kind, **bound):
         callbacks = [] if kind is None else greedily(kind)
-        return fit(rank, {"replan": 3, **strategy}, 2, 6, dataset=Points(120), callbacks=callbacks, max_epochs=epochs)
+        return fit(rank, {"replan": 3, **bound}, 2, 6, dataset=Points(120), callbacks=callbacks)
 
-    found = {name: run(Greedy, 1, **given) for name, (given, _) in GIVEN.items()}
+    found = {"given": run(Greedy, local_batch_multiple=4, max_local_batch_sizes=[7, 30])}
     with pytest.MonkeyPatch.context() as patch:
         for bounds in BOUNDS:
             patch.setattr(ddp, "probe_module", lambda *args, bounds=bounds: bounds[rank])
@@ -360,9 +343,7 @@ def test_every_plan_respects_the_bound_of_every_rank():
             assert max(len(indices) for *_, indices in run["seen"]) <= (bound or 12)
             assert all(sizes[rank] <= (bound or 12) for *_, sizes in run["history"])
         assert covered(runs, 0) == covered(runs, 1) == list(range(120))
-    for name, (_, split) in GIVEN.items():
-        taken = [[len(indices) for *_, indices in result[name]["seen"]] for result in results]
-        assert taken == [[split[0]] * 10, [split[1]] * 10], name
+    assert [[len(own) for *_, own in result["given"]["seen"]] for result in results] == [[4] * 20, [8] * 20]
     assert results[0]["before anything is known"]["history"][0] == (0, 0, (4, 8)), "the last ones above"
     for result in results:
         for name, (*_, says) in IMPOSSIBLE.items():

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.helpers import Points
-from tests.loops import flat, network
+from tests.loops import flat, network, whole
 from tests.ranks import run_ranks
 
 pl = pytest.importorskip("pytorch_lightning")
@@ -31,76 +31,51 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
-def whole(parameter):
-    """A sharded parameter of all ranks; any other as it is."""
-    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
 
 
-def _fit(rank, strategy, ranks, batch_size, folder=None):
-    """Three epochs; with a folder, the last two go on from a checkpoint of the first."""
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    seen = []
-    for epochs in (3,) if folder is None else (1, 3):
-        given = {"accelerator": "cpu", "devices": ranks, "max_epochs": epochs, "enable_checkpointing": False}
-        trainer, model = pl.Trainer(strategy=strategy, **given, **quiet), Module()
-        resume = f"{folder}/last.ckpt" if folder and epochs == 3 else None
-        trainer.fit(model, DataLoader(Points(N), batch_size, shuffle=True), ckpt_path=resume)
-        seen += model.seen
-        if epochs == 1:
-            trainer.save_checkpoint(f"{folder}/last.ckpt")
+def _fit(rank, strategy, ranks, batch_size):
+    trainer, model = pl.Trainer(strategy=strategy, accelerator="cpu", devices=ranks, max_epochs=2, **QUIET), Module()
+    trainer.fit(model, DataLoader(Points(N), batch_size, shuffle=True))
     return {
         "strategy": type(trainer.strategy).__module__,
         "weights": torch.cat([whole(p).detach().flatten() for p in model.parameters()]).numpy(),
-        "seen": seen,
+        "seen": model.seen,
         "train": float(trainer.callback_metrics["train"]),
     }
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "elastic"])
 @pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`")
-def test_a_training_by_name_is_that_of_one_process(kind, tmp_path):
-    folder = None if kind == "elastic" else str(tmp_path)
-    results = run_ranks(_fit, 2, f"hetero_{kind}", 2, 5, folder, start="fork" if kind == "fsdp" else "pool")
+def test_a_training_by_name_is_that_of_one_process(kind):
+    results = run_ranks(_fit, 2, f"hetero_{kind}", 2, 5, start="fork" if kind == "fsdp" else "pool")
     (alone,) = run_ranks(_fit, 1, "ddp", 1, 10)
     assert {r["strategy"] for r in results} == {f"lightning_hetero.strategies.pytorch_lightning_{kind}"}
     assert sorted(i for r in results for i in r["seen"]) == sorted(alone["seen"])
     np.testing.assert_array_equal(results[0]["weights"], results[1]["weights"])
     if kind != "elastic":
-        for result in results:
-            np.testing.assert_allclose(result["weights"], alone["weights"], rtol=1e-12)
-            assert result["train"] == pytest.approx(alone["train"], rel=1e-5)
-
-
-def _refused(rank):
-    given = {"accelerator": "cpu", "devices": 2, "use_distributed_sampler": False, "max_epochs": 1, "logger": False}
-    trainer = pl.Trainer(strategy="hetero_ddp", enable_checkpointing=False, **given)
-    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="shard='mine'"):
-        trainer.fit(Module(), DataLoader(Points(N), 5))
-
-
-def test_errors_are_those_of_the_namespace():
-    run_ranks(_refused, 2, start="fork")
+        np.testing.assert_allclose(results[0]["weights"], alone["weights"], rtol=1e-12)
+        assert results[0]["train"] == pytest.approx(alone["train"], rel=1e-5)
 
 
 def _fabric(rank):
     fabric = pytest.importorskip("lightning_fabric").Fabric(accelerator="cpu", devices=2, strategy="hetero_ddp")
     fabric.launch()
     model = network()
-    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
-    loader, seen = fabric.setup_dataloaders(DataLoader(Points(N), 5, shuffle=True)), []
-    for _ in range(3):
-        for x, y, index in loader:
-            seen += index[: fabric.strategy.engine.own_size].tolist()
-            fabric.backward(nn.functional.mse_loss(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    seen = []
+    for x, y, index in fabric.setup_dataloaders(DataLoader(Points(N), 5, shuffle=True)):
+        seen += index[: fabric.strategy.engine.own_size].tolist()
+        fabric.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
     module = type(fabric.strategy).__module__
     fabric.strategy.teardown()
-    return {"strategy": module, "weights": flat(model), "seen": seen}
+    return module, flat(model), seen
 
 
 def test_a_training_of_fabric_takes_each_sample_once():
-    results = run_ranks(_fabric, 2)
-    assert {r["strategy"] for r in results} == {"lightning_hetero.strategies.lightning_fabric_ddp"}
-    assert sorted(i for r in results for i in r["seen"]) == sorted([*range(N)] * 3)
-    np.testing.assert_array_equal(results[0]["weights"], results[1]["weights"])
+    (module, weights, seen), (_, others, more) = run_ranks(_fabric, 2)
+    assert module == "lightning_hetero.strategies.lightning_fabric_ddp"
+    assert sorted(seen + more) == list(range(N))
+    np.testing.assert_array_equal(weights, others)

@@ -1,18 +1,14 @@
 """The names of the strategies are known to Lightning, whatever is imported first, at the cost of no import."""
 
-import importlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import pytest
 
 import _lightning_hetero_autoload as autoload
-from lightning_hetero.strategies._registration import register
 
 interpreters = pytest.mark.slow("starts interpreters")
 
@@ -57,14 +53,17 @@ NAMESPACES = {
 }
 
 
-def run(code, cwd, autoload=True, **env):
-    """Run ``code`` in a fresh interpreter, away from the checkout; return what it printed."""
+def run(command, cwd, autoload=True, **env):
+    """Run a command away from the checkout, which has to succeed."""
     env = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": str(int(autoload)), **env}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=cwd, env=env, timeout=240, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=cwd, env=env, timeout=240, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return done
+
+
+def printed(code, cwd, **given):
+    """What ``code`` prints in a fresh interpreter."""
+    return run([sys.executable, "-c", code], cwd, **given).stdout.strip()
 
 
 @pytest.mark.parametrize(
@@ -75,13 +74,14 @@ def run(code, cwd, autoload=True, **env):
         pytest.param("pytorch_lightning", "", True, marks=interpreters),
         pytest.param("pytorch_lightning", "import lightning_hetero", False, marks=interpreters),
         pytest.param("lightning.pytorch", "import lightning, lightning_hetero", False, marks=interpreters),
-        pytest.param("pytorch_lightning", "import pytorch_lightning, lightning_hetero", False, marks=interpreters),
     ],
 )
 def test_every_name_is_known_and_makes_the_strategy_of_its_namespace(trainer, imports, loads, tmp_path):
     pytest.importorskip(trainer)
     fabric, ours, ours_in_fabric = NAMESPACES[trainer]
-    found = json.loads(run(REPORT.format(trainer=trainer, fabric=fabric, imports=imports), tmp_path, autoload=loads))
+    found = json.loads(
+        printed(REPORT.format(trainer=trainer, fabric=fabric, imports=imports), tmp_path, autoload=loads)
+    )
     assert found["heavy"] == [] or imports != "import lightning_hetero", "the package imports nothing heavy"
     for side, number in (("trainer", 12), ("fabric", 5)):
         plain, hetero = found[side]
@@ -111,22 +111,18 @@ print(json.dumps([torch_alone, sorted(sys.modules)]))
 
 
 @interpreters
-def test_autoload_adds_two_small_modules_to_an_import_of_torch(tmp_path):
+def test_imports_load_no_more_than_they_need(tmp_path):
     (torch_alone, without), (autoloaded, with_it) = (
-        map(set, json.loads(run(IMPORTED, tmp_path, autoload=switch, ACCELERATE_USE_HETERO="")))
+        map(set, json.loads(printed(IMPORTED, tmp_path, autoload=switch, ACCELERATE_USE_HETERO="")))
         for switch in (False, True)
     )
     assert autoloaded - torch_alone == {"_lightning_hetero_autoload", "_lightning_hetero_entry"}
     assert len(without - torch_alone) <= 4
     assert with_it - autoloaded <= without - torch_alone
-
-
-@interpreters
-def test_an_import_of_a_strategy_leaves_the_other_namespace_alone(tmp_path):
     code = "import sys; from lightning_hetero import HeteroDDPStrategy; print('pytorch_lightning' in sys.modules)"
-    assert run(code, tmp_path) == "False"
+    assert printed(code, tmp_path) == "False", "a strategy leaves the other namespace alone"
     code = "from lightning.fabric.cli import _get_supported_strategies as f; print('hetero_ddp' in f())"
-    assert run(code, tmp_path) == "True"
+    assert printed(code, tmp_path) == "True"
 
 
 @interpreters
@@ -142,133 +138,26 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    assert run(code, tmp_path, PYTHONPATH=str(tmp_path)) == "broken installation"
+    assert printed(code, tmp_path, PYTHONPATH=str(tmp_path)) == "broken installation"
     code = "import sys; sys.meta_path = tuple(sys.meta_path); import torch; print(torch.ones(1).item())"
-    assert run(code, tmp_path) == "1.0", "nor an import system that refuses the hook"
-
-
-# Installs a checkout in editable mode into a folder, as an installer does, without one: no network, no other package.
-BUILD_EDITABLE = """
-import sys, zipfile
-from setuptools import build_meta
-built, installed = sys.argv[1:]
-zipfile.ZipFile(built + "/" + build_meta.build_editable(built)).extractall(installed)
-"""
-# Imports torch in an environment that has that installation and what the running one has, but not its .pth files.
-IMPORT_TORCH = """
-import site, sys
-sys.path[:0] = [sys.argv[1]]
-sys.path += sys.argv[2:]
-site.addsitedir(sys.argv[1])
-import torch
-from lightning.pytorch.strategies import StrategyRegistry
-print(torch.ones(2).sum().item(), "hetero_ddp" in StrategyRegistry)
-"""
+    assert printed(code, tmp_path) == "1.0", "nor an import system that refuses the hook"
 
 
 @interpreters
-@pytest.mark.parametrize("moved", [False, True])
-def test_a_moved_editable_checkout_breaks_no_import_of_torch(moved, tmp_path):
-    checkout, installed, root = tmp_path / "checkout", tmp_path / "installed", Path(__file__).parents[2]
-    shutil.copytree(root / "lightning_hetero", checkout / "lightning_hetero")
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", *root.glob("_lightning_hetero_*.py")):
-        shutil.copy(root / name, checkout)
-    installed.mkdir()
-    build = [sys.executable, "-c", BUILD_EDITABLE, str(tmp_path), str(installed)]
-    subprocess.run(build, cwd=checkout, timeout=240, check=True, capture_output=True)
-    if moved:
-        checkout.rename(tmp_path / "elsewhere")
-    packages = [path for path in sys.path if path.endswith("site-packages")]
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", IMPORT_TORCH, str(installed), *packages],
-        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "1", "PYTHONPATH": ""},
-        cwd=tmp_path,
-        timeout=240,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["2.0", str(not moved)]
-    assert ("pip install -e" in done.stderr) == moved
+def test_what_a_moved_editable_checkout_leaves_behind_breaks_no_import_of_torch(tmp_path):
+    """``setup.py`` copies the entry point into the environment; the rest stays in the checkout."""
+    code = "import sys; sys.modules['_lightning_hetero_autoload'] = None; import torch; print(torch.ones(1).item())"
+    done = run([sys.executable, "-c", code], tmp_path)
+    assert done.stdout.strip() == "1.0"
+    assert "pip install -e" in done.stderr
 
 
-# how a name comes into a registry
-
-
-class Registry(dict):
-    """What of Lightning's registry is used here."""
-
-    def register(self, name, strategy, description, override, **init_params):
-        if name in self and not override:
-            raise ValueError(name)
-        self[name] = {"strategy": strategy, "init_params": init_params, "description": description}
-
-
-class Strategy:
-    """Stands for a strategy class."""
-
-    def __init__(self, **arguments):
-        self.arguments = arguments
-
-
-NAMES = {"hetero_test": {}, "hetero_test_spawn": {"how": "spawn"}}
-
-
-@pytest.fixture
-def target(monkeypatch):
-    """A table of one line, for a registry in the module ``owner_of_registry``."""
-    aliases = {name.removeprefix("hetero_test"): given for name, given in NAMES.items()}
-    target = autoload.Target("owner_of_registry", "REGISTRY", f"{__name__}:Strategy", "hetero_test", aliases)
+def test_a_registry_that_refuses_is_logged_not_raised(monkeypatch, caplog):
+    module = types.ModuleType("owner_of_registry")
+    module.REGISTRY = None
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    target = autoload.Target(module.__name__, "REGISTRY", "no.module:Strategy", "hetero_test", {"": {}})
     monkeypatch.setattr(autoload, "TARGETS", (target,))
     monkeypatch.setattr(autoload, "MODULES", {target.module})
-    monkeypatch.setattr("lightning_hetero.strategies._registration.TARGETS", (target,))
-    return target
-
-
-@pytest.fixture
-def loaded(target, monkeypatch):
-    """The module of the target, loaded already."""
-    module = types.ModuleType(target.module)
-    module.REGISTRY = Registry()
-    monkeypatch.setitem(sys.modules, target.module, module)
-    return module
-
-
-def test_a_loaded_registry_gets_the_names_at_once_and_the_class_when_it_is_imported(loaded):
-    autoload.boot()
-    entries = dict(loaded.REGISTRY)
-    assert {name: entry["init_params"] for name, entry in entries.items()} == NAMES
-    made = entries["hetero_test_spawn"]["strategy"](how="spawn")
-    assert type(made).__name__ == "Strategy"
-    assert made.arguments == {"how": "spawn"}
-    autoload.boot()
-    assert entries == loaded.REGISTRY
-    assert sum(isinstance(finder, autoload.RegistryFinder) for finder in sys.meta_path) == 1
-    register(Strategy, loaded.REGISTRY)
-    autoload.boot()
-    assert {entry["strategy"] for entry in loaded.REGISTRY.values()} == {Strategy}
-    with pytest.raises(ValueError, match="Registry .*TARGETS"):
-        register(Registry, Registry())
-
-
-def test_a_registry_that_refuses_is_logged_not_raised(loaded, caplog):
-    loaded.REGISTRY = None
     autoload.boot()
     assert "'hetero_test'" in caplog.text
-
-
-def test_the_hook_registers_after_an_import_and_leaves_the_loader_as_it_was(target, tmp_path, monkeypatch):
-    autoload.boot()
-    with pytest.raises(ModuleNotFoundError, match=target.module):
-        importlib.import_module(target.module)
-    (tmp_path / f"{target.module}.py").write_text(f"from {__name__} import Registry\nREGISTRY = Registry()")
-    monkeypatch.syspath_prepend(tmp_path)
-    try:
-        module = importlib.import_module(target.module)
-        assert set(module.REGISTRY) == set(NAMES)
-        assert type(module.__spec__.loader).__name__ == "SourceFileLoader"
-        assert "exec_module" not in vars(module.__spec__.loader)
-        assert set(importlib.reload(module).REGISTRY) == set(NAMES)
-    finally:
-        sys.modules.pop(target.module, None)

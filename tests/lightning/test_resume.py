@@ -61,7 +61,6 @@ class AsksForSteps(Regressor):
 
 
 SAVED = {
-    "every step": (Regressor, {"every_n_train_steps": 1}, (3, 7, 10, 14)),
     "behind an epoch": (WithValidation, {"save_on_train_epoch_end": True}, (7,)),
     "behind a validation": (WithValidation, {"save_on_train_epoch_end": False}, (7, 14)),
     "by who asks for steps": (AsksForSteps, {"every_n_train_steps": 1}, (10,)),
@@ -86,133 +85,49 @@ def test_a_run_goes_on_identically_behind_any_step(name, tmp_path):
 
 # any number of ranks, and plain DDP
 
-WORLDS = (1, 2, 3, 4)
-SAMPLES = {"hetero_ddp": 50, "ddp": 48}
-"""Plain DDP repeats samples of a ragged end, which is not what is counted here."""
-
-
-def places(ranks, strategy):
-    """Steps at which to save: inside of the first epoch, in its last batch, and inside of the second."""
-    steps = -(-SAMPLES[strategy] // (2 * ranks))
-    return {"inside": steps // 2, "last": steps, "later": steps + steps // 2}
-
-
-def _seen(rank, strategy, ranks, name, **kwargs):
-    return train(rank, strategy, ranks, 2, Points(SAMPLES[name]), max_epochs=3, **kwargs)["seen"]
-
-
-def _save(rank, ranks, folder):
-    given = {name: checkpoints(folder / f"{name}-{ranks}", every_n_train_steps=1) for name in SAMPLES}
-    return {name: _seen(rank, name, ranks, name, **given[name]) for name in SAMPLES}
-
-
-def _resume(rank, strategy, ranks, paths):
-    lines, results = collected(), {}
-    for key, path in paths.items():
-        lines.clear()
-        seen = _seen(rank, strategy, ranks, key[0], ckpt_path=path)
-        results[key] = seen, sum("begins anew" in line for line in lines)
-    return results
-
-
-def saved_on(worlds, folder):
-    """What runs of every size trained on, and their checkpoints."""
-    runs = {ranks: run_ranks(_save, ranks, ranks, folder, start="fork") for ranks in worlds}
-    names = [(name, ranks) for name in SAMPLES for ranks in worlds]
-    paths = {
-        (*one, place): at(folder / f"{one[0]}-{one[1]}", step)
-        for one in names
-        for place, step in places(one[1], one[0]).items()
-    }
-    return runs, paths
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    return saved_on([2], tmp_path_factory.mktemp("two"))
-
-
-@pytest.fixture(scope="module")
-def saved_by_many(tmp_path_factory):
-    return saved_on(WORLDS, tmp_path_factory.mktemp("many"))
-
-
-def taken(seen_of_ranks, epoch, before=99):
-    return [i for seen in seen_of_ranks for e, step, own in seen if e == epoch and step < before for i in own]
-
-
-def check_once(saved, ranks):
-    """Each sample once; from inside an epoch of plain DDP, which does not say how far it was, once more."""
-    runs, paths = saved
-    results = run_ranks(_resume, ranks, "hetero_ddp", ranks, paths, timeout=240.0, start="fork")
-    for name, world, place in paths:
-        case, everything = f"{name} on {world}, {place}, on {ranks}", list(range(SAMPLES[name]))
-        resumed, said = zip(*(result[name, world, place] for result in results), strict=True)
-        epoch, step = {"inside": 0, "last": 1, "later": 1}[place], places(world, name)[place]
-        inside = step - epoch * places(world, name)["last"]
-        begun = taken([seen[name] for seen in runs[world]], epoch, inside) if inside else []
-        unknown = name == "ddp" and inside > 0
-        assert sorted(taken(resumed, epoch) + ([] if unknown else begun)) == everything, case
-        assert all(sorted(taken(resumed, e)) == everything for e in range(epoch + 1, 3)), case
-        assert not taken(resumed, epoch - 1), case
-        assert list(said) == [int(unknown and rank == 0) for rank in range(ranks)], case
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_no_sample_is_skipped_or_taken_twice_by_another_number_of_ranks(saved, ranks):
-    check_once(saved, ranks)
-
-
-@pytest.mark.slow("runs of one to four ranks, each resumed by one to four")
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_no_sample_is_skipped_or_taken_twice_between_any_two_numbers_of_ranks(saved_by_many, ranks):
-    check_once(saved_by_many, ranks)
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow("as with two ranks"))])
-def test_plain_ddp_trains_on_from_our_checkpoints(saved, ranks):
-    """Within the epoch it sees what it sees after a checkpoint of its own; behind it every sample once."""
-    results = run_ranks(_resume, ranks, "ddp", ranks, saved[1], start="fork")
-    for place in ("inside", "last", "later"):
-        resumed = [result["hetero_ddp", 2, place][0] for result in results]
-        assert sorted(set(taken(resumed, 2))) == list(range(50)), place
-        assert [seen[0][0] for seen in resumed] == [result["ddp", 2, place][0][0][0] for result in results]
-
-
-TOTAL, EPOCH = 8, 6
-"""Samples of a step on any number of ranks, and the steps of an epoch of 48 samples."""
+TOTAL, EPOCH, SAMPLES = 8, 6, 48
+"""Samples of a step on any number of ranks, the steps of an epoch, and its samples, of which plain DDP repeats none."""
+NAMES = ("hetero_ddp", "ddp")
 
 
 def _at_total(rank, strategy, ranks, **kwargs):
-    return train(rank, strategy, ranks, TOTAL // ranks, Points(48), max_epochs=3, **kwargs)["weights"]
+    lines = collected()
+    result = train(rank, strategy, ranks, TOTAL // ranks, Points(SAMPLES), max_epochs=3, **kwargs)
+    return {**result, "told": sum("begins anew" in line for line in lines)}
 
 
 def _whole_runs(rank, folder):
-    return {name: _at_total(rank, name, 2, **checkpoints(folder / name, every_n_train_steps=3)) for name in SAMPLES}
+    return {name: _at_total(rank, name, 2, **checkpoints(folder / name, every_n_train_steps=3)) for name in NAMES}
 
 
 def _rests(rank, strategy, ranks, paths):
-    return [_at_total(rank, strategy, ranks, ckpt_path=path) for path in paths]
+    return {key: _at_total(rank, strategy, ranks, ckpt_path=path) for key, path in paths.items()}
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Weights of a run under hetero_ddp and of one under plain DDP, and the paths of their checkpoints by step."""
+    """Weights of a run under either name, and the paths of their checkpoints: in an epoch, at its end, in the next."""
     folder = tmp_path_factory.mktemp("whole")
-    weights = run_ranks(_whole_runs, 2, folder)[0]
-    return weights, {(name, step): at(folder / name, step) for name in SAMPLES for step in (3, EPOCH, EPOCH + 3)}
+    runs = run_ranks(_whole_runs, 2, folder)[0]
+    paths = {(name, step): at(folder / name, step) for name in NAMES for step in (3, EPOCH, EPOCH + 3)}
+    return {name: run["weights"] for name, run in runs.items()}, paths
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("hetero_ddp", 1), ("hetero_ddp", 4), ("ddp", 1), ("ddp", 4)])
-def test_weights_are_those_of_the_run_without_a_break(whole, strategy, ranks):
-    """Ours from any step; from and to plain DDP, whose checkpoints say nothing of samples, from the end of an epoch."""
+@pytest.mark.parametrize("strategy", NAMES)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_any_number_of_ranks_under_either_name_goes_on_as_without_a_break(whole, strategy, ranks):
+    """From a step inside an epoch, plain DDP does not say which samples were taken: all of them are, once more."""
     weights, paths = whole
-    given = [paths[name, step] for name, step in paths if step == EPOCH or name == strategy == "hetero_ddp"]
-    assert len(given) == (4 if strategy == "hetero_ddp" else 2)
-    for resumed in run_ranks(_rests, ranks, strategy, ranks, given, start="fork"):
-        for rest in resumed:
-            np.testing.assert_allclose(rest, weights["hetero_ddp"], rtol=1e-9, atol=1e-12)
-            np.testing.assert_allclose(rest, weights["ddp"], rtol=1e-9, atol=1e-12)
+    results = run_ranks(_rests, ranks, strategy, ranks, paths, start="pool" if ranks < 4 else "fork")
+    for (name, step), rest in results[0].items():
+        if step == EPOCH or name == strategy == "hetero_ddp":
+            np.testing.assert_allclose(rest["weights"], weights["hetero_ddp"], rtol=1e-9, atol=1e-12)
+            np.testing.assert_allclose(rest["weights"], weights["ddp"], rtol=1e-9, atol=1e-12)
+            continue
+        taken = [i for result in results for e, _, own in result[name, step]["seen"] if e == step // EPOCH for i in own]
+        assert rest["seen"][0][0] == results[0]["ddp", step]["seen"][0][0] == step // EPOCH
+        assert strategy == "ddp" or sorted(taken) == list(range(SAMPLES))
+        assert [result[name, step]["told"] for result in results] == [strategy != "ddp", *[0] * (ranks - 1)]
 
 
 # what was learned, and what is forgotten
@@ -330,13 +245,10 @@ def _residuals(state):
 EDITS = {
     "no planner": lambda s: _policy(s).pop("planner"),
     "planner is a list": lambda s: _policy(s).update(planner=[1]),
-    "engine is a list": lambda s: _policy(s).update(engine=[1]),
     "plans have no entries": lambda s: _plans(s).pop("entries"),
-    "plan is short": lambda s: _plans(s)["entries"][0].pop("plan"),
     "sizes are words": lambda s: _plans(s)["entries"][0]["plan"].update(local_batch_sizes=["a", "b"]),
     "no workers": lambda s: _policy(s)["engine"].pop("workers"),
     "sums are a list": lambda s: _policy(s)["engine"].update(staleness={"sums": [1]}),
-    "residuals of nobody": lambda s: _residuals(s).pop("ranks"),
     "residuals are words": lambda s: _residuals(s)["ranks"][0].update(residuals={"a": "b"}),
     "noise scale of another version": lambda s: s["callbacks"]["GNSCallback"].update(spread=1.0),
 }

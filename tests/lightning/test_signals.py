@@ -7,7 +7,6 @@ import threading
 import time
 import warnings
 from datetime import timedelta
-from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -17,7 +16,6 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hetero import AdaptiveBatchCallback, BlockTopK, GNSCallback
-from lightning_hetero.strategies._lightning.signals import restore_sigterm, sigterm_at_next_merge
 from tests.helpers import Points, Regressor, fit
 from tests.ranks import run_ranks
 
@@ -25,10 +23,8 @@ SHORT = {"timeout": timedelta(seconds=20)}
 TOPK = {"compression": BlockTopK(density=0.3, block=8, warmup_steps=2)}
 MODES = {
     "plain": ({}, []),
-    "even": ({"policy": "even"}, []),
-    "block top-k": (TOPK, []),
-    "staleness": ({"staleness": 1}, []),
     "both": ({**TOPK, "staleness": 1}, []),
+    "even": ({"policy": "even"}, []),
     "powersgd": ({"compression": "powersgd"}, []),
     "noise scale": ({}, [lambda: GNSCallback(every_n_steps=1)]),
     "adaptive": ({}, [lambda: AdaptiveBatchCallback(20)]),
@@ -138,19 +134,10 @@ def _told(rank, world_size):
     """Steps that each training had, and whether Lightning is then as it was."""
     found, before = {}, signal.getsignal(signal.SIGTERM)
     for name, (told, batch, _) in TOLD.items():
-        model = Regressor()
-        tells = Tells(told % world_size, batch)
+        model, tells = Regressor(), Tells(told % world_size, batch)
         try:
-            fit(
-                rank,
-                SHORT,
-                world_size,
-                10 // world_size,
-                model=model,
-                dataset=Points(64),
-                callbacks=[tells],
-                max_epochs=1,
-            )
+            given = {"model": model, "dataset": Points(64), "callbacks": [tells], "max_epochs": 1}
+            fit(rank, SHORT, world_size, 10 // world_size, **given)
             found[name] = "trained to the end"
         except SIGTERMException:
             found[name] = len(model.seen)
@@ -164,53 +151,7 @@ def _told(rank, world_size):
 def test_a_note_is_sent_before_the_next_batch_and_obeyed_before_the_one_after_it():
     for found in run_ranks(_told, 2, 2):
         assert found == {**{name: steps for name, (*_, steps) in TOLD.items()}, "left": [], "handler": True}
-
-
-def test_a_process_alone_obeys_at_once():
-    (found,) = run_ranks(_told, 1, 1)
-    assert [found[name] for name in ("rank 0 in a batch", "rank 1 in a batch")] == [3, 3]
-
-
-class Fails(L.Callback):
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.global_rank == 1 and batch_idx == 2:
-            raise ValueError("a bug of the user's")
-
-
-def _fails(rank, folder):
-    filter_warnings()
-    callbacks = [Fails(), OnExceptionCheckpoint(f"{folder}/{rank}")]
-    given = {"callbacks": callbacks, "enable_checkpointing": True, "max_epochs": 1}
-    try:
-        fit(rank, {"timeout": timedelta(seconds=5), **TOPK}, 2, 5, dataset=Points(64), **given)
-    except Exception as error:  # noqa: BLE001 - the test looks at it
-        return f"{type(error).__name__}: {error}"
-
-
-def test_a_rank_that_handles_an_error_of_its_own_asks_nobody(tmp_path):
-    """Both save and end, while the other is elsewhere."""
-    first, second = run_ranks(_fails, 2, str(tmp_path), start="fork")
-    assert second == "ValueError: a bug of the user's", first
-    assert "rank 1" in first
-    assert (tmp_path / "0" / "on_exception.ckpt").exists()
-
-
-def test_under_elastic_averaging_only_lightnings_own_handler_is_replaced():
-    """By one that talks to no other rank, and still tells processes that Lightning has started."""
-    killed, noted = [], []
-
-    class Connector:
-        def _sigterm_notifier_fn(self, number, frame):
-            raise AssertionError("it would broadcast from within the signal")
-
-    launcher = SimpleNamespace(kill=killed.append)
-    trainer = SimpleNamespace(strategy=SimpleNamespace(launcher=launcher), _signal_connector=Connector())
-    sigterm_at_next_merge(trainer, lambda: noted.append("noted"))
-    trainer._signal_connector._sigterm_notifier_fn(signal.SIGTERM, None)
-    assert (killed, noted) == ([signal.SIGTERM], ["noted"])
-    restore_sigterm(trainer)
-    with pytest.raises(AssertionError, match="it would broadcast"):
-        trainer._signal_connector._sigterm_notifier_fn(signal.SIGTERM, None)
+    assert run_ranks(_told, 1, 1)[0]["rank 1 in a batch"] == 3, "a process alone obeys at once"
 
 
 class Slurm(SLURMEnvironment):
@@ -219,18 +160,10 @@ class Slurm(SLURMEnvironment):
     creates_processes_externally = True
     main_address = property(lambda self: os.environ["MASTER_ADDR"])
     main_port = property(lambda self: int(os.environ["MASTER_PORT"]))
-
-    def world_size(self):
-        return int(os.environ["WORLD_SIZE"])
-
-    def global_rank(self):
-        return int(os.environ["RANK"])
-
-    def local_rank(self):
-        return int(os.environ["LOCAL_RANK"])
-
-    def node_rank(self):
-        return 0
+    world_size = staticmethod(lambda: int(os.environ["WORLD_SIZE"]))
+    global_rank = staticmethod(lambda: int(os.environ["RANK"]))
+    local_rank = staticmethod(lambda: int(os.environ["LOCAL_RANK"]))
+    node_rank = staticmethod(lambda: 0)
 
     def validate_settings(self, num_devices, num_nodes):
         pass

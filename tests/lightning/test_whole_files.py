@@ -17,7 +17,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
-from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_hetero import HeteroDDPStrategy, HeteroElasticStrategy
 from lightning_hetero.core import DamagedCheckpointError
@@ -25,7 +24,6 @@ from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as FabricSt
 from tests.helpers import Points, collected, fit
 from tests.ranks import run_ranks
 
-STRATEGIES = [HeteroDDPStrategy, HeteroElasticStrategy, FabricStrategy]
 SHM, FORK = Path("/dev/shm"), multiprocessing.get_context("fork")
 
 
@@ -39,20 +37,19 @@ def path(tmp_path):
     return tmp_path / "a.ckpt"
 
 
-def _save_for_ever(strategy, path):
+def _save_for_ever(io, path):
     state = {"weights": torch.zeros(4_000_000)}
     while True:
-        strategy().checkpoint_io.save_checkpoint(state, path)
+        io.save_checkpoint(state, path)
 
 
 @pytest.mark.slow("writes for two seconds, and is killed")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_file_is_whole_at_every_moment(strategy, tmp_path):
+def test_a_file_is_whole_at_every_moment(io, tmp_path):
     """On another file system than that for temporary files, while a process saves there until it is killed."""
     if not SHM.is_dir() or SHM.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("needs a second file system")
     path = SHM / f"lightning-hetero-{os.getpid()}.ckpt"
-    process = FORK.Process(target=_save_for_ever, args=(strategy, str(path)))
+    process = FORK.Process(target=_save_for_ever, args=(io, str(path)))
     process.start()
     seen, end = set(), time.monotonic() + 60.0
     try:
@@ -71,27 +68,17 @@ def test_a_file_is_whole_at_every_moment(strategy, tmp_path):
             left.unlink()
 
 
-def _on_a_full_disk(strategy, path, answer):
+def _on_a_full_disk(rank, io, path):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    try:
-        strategy().checkpoint_io.save_checkpoint({"weights": torch.ones(1_000_000)}, path)
-    except OSError as error:
-        answer.send(type(error).__name__)
-    else:
-        answer.send(None)
+    with pytest.raises(OSError, match="too large"):
+        io.save_checkpoint({"weights": torch.ones(1_000_000)}, path)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_disk_that_is_full_leaves_the_file_that_was_there(strategy, path):
-    strategy().checkpoint_io.save_checkpoint({"weights": torch.zeros(3)}, path)
-    ours, theirs = FORK.Pipe()
-    process = FORK.Process(target=_on_a_full_disk, args=(strategy, str(path), theirs))
-    process.start()
-    assert ours.poll(60.0)
-    assert ours.recv() == "OSError"
-    process.join()
-    assert torch.load(path, weights_only=True)["weights"].tolist() == [0.0, 0.0, 0.0]
+def test_a_disk_that_is_full_leaves_the_file_that_was_there(io, path):
+    io.save_checkpoint({"weights": torch.zeros(3)}, path)
+    run_ranks(_on_a_full_disk, 1, io, path, start="fork")
+    assert io.load_checkpoint(path)["weights"].tolist() == [0.0, 0.0, 0.0]
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -122,6 +109,10 @@ def test_what_is_truncated_is_named_with_those_that_are_whole(io, tmp_path, shar
     (tmp_path / "folder.ckpt").mkdir()  # as of a sharded checkpoint
     with pytest.raises(DamagedCheckpointError, match=r"d\.ckpt .*: c\.ckpt, a\.ckpt\."):
         io.load_checkpoint(tmp_path / "d.ckpt")
+    (path := tmp_path / "alone" / "a.ckpt").parent.mkdir()
+    path.write_bytes(b"PK\x03\x04" + bytes(400))
+    with pytest.raises(DamagedCheckpointError, match="none"):
+        io.load_checkpoint(path)
     assert io.load_checkpoint(tmp_path / "c.ckpt")["weights"][0] == 2.0
 
 
@@ -144,8 +135,6 @@ def _damage(kind, content, rng):
         content[at] ^= 1 << rng.randrange(8)
     elif kind == "cut":
         del content[at:]
-    elif kind == "insert":
-        content[at:at] = rng.randbytes(rng.randrange(1, 9))
     elif kind == "delete":
         del content[at : at + rng.randrange(1, 9)]
     elif kind == "zero":
@@ -166,7 +155,7 @@ def loads_what_was_saved(io, path):
     return same and found["epoch"] == STATE["epoch"]
 
 
-@pytest.mark.parametrize("kind", ["flip", "cut", "insert", "delete", "zero", "append", "mix"])
+@pytest.mark.parametrize("kind", ["flip", "cut", "delete", "zero", "append", "mix"])
 def test_a_damaged_file_is_named_or_loads_what_was_saved(kind, io, path, seed):
     """Never anything else. Damage at its end is as likely as in all of the rest, because its directory is there."""
     io.save_checkpoint(STATE, path)
@@ -223,13 +212,6 @@ def test_a_large_record_is_read_to_its_end(io, path):
         io.load_checkpoint(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"PK", b"text", bytes(5000), b"{}", b"PK\x03\x04" + bytes(400)])
-def test_what_is_no_checkpoint_at_all_is_named(content, io, path):
-    path.write_bytes(content)
-    with pytest.raises(DamagedCheckpointError, match="none"):
-        io.load_checkpoint(path)
-
-
 @pytest.mark.parametrize(("text", "known"), [("PytorchStreamReader failed", True), ("a size mismatch", False)])
 def test_what_only_torch_finds_damaged_is_passed_over_too(text, known, io, tmp_path, monkeypatch):
     for name in ("last.ckpt", "a.ckpt"):
@@ -264,9 +246,8 @@ def test_older_files_are_read_and_other_errors_are_as_they_were(io, tmp_path):
     torch.save({"a": Points(1)}, tmp_path / "last.ckpt")
     with pytest.raises(pickle.UnpicklingError):
         io.load_checkpoint(tmp_path / "last.ckpt", weights_only=True)
-    for strategy in (DDPStrategy, HeteroDDPStrategy):
-        with pytest.raises(TypeError, match="storage_options"):
-            strategy().checkpoint_io.save_checkpoint({}, tmp_path / "a.ckpt", storage_options={"a": 1})
+    with pytest.raises(TypeError, match="storage_options"):
+        io.save_checkpoint({}, tmp_path / "a.ckpt", storage_options={"a": 1})
 
 
 def _fit(rank, path, folder):
@@ -295,7 +276,7 @@ def test_plugins_of_the_users_stay_and_ours_can_be_sent_to_another_process(io):
     assert type(HeteroDDPStrategy(checkpoint_io=Own()).checkpoint_io) is Own
     wrapping = HeteroDDPStrategy(checkpoint_io=AsyncCheckpointIO()).checkpoint_io
     assert type(wrapping) is AsyncCheckpointIO
-    for plugin in (io, wrapping.checkpoint_io):
-        assert isinstance(plugin, TorchCheckpointIO)
-        assert type(plugin) is not TorchCheckpointIO
+    others = [strategy().checkpoint_io for strategy in (HeteroElasticStrategy, FabricStrategy)]
+    for plugin in (io, wrapping.checkpoint_io, *others):
+        assert type(plugin) is type(io) is not TorchCheckpointIO
         assert type(pickle.loads(pickle.dumps(plugin))) is type(plugin)

@@ -71,13 +71,13 @@ def llama(longest=32, **settings):
     return transformers.LlamaForCausalLM(config)
 
 
-def bert(**settings):
+def bert(kind="SequenceClassification", labels=3):
     """A classifier."""
     torch.manual_seed(0)
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = transformers.BertConfig(vocab_size=VOCABULARY, num_labels=3, **small, **off, **settings)
-    return transformers.BertForSequenceClassification(config)
+    config = transformers.BertConfig(vocab_size=VOCABULARY, num_labels=labels, **small, **off)
+    return getattr(transformers, f"BertFor{kind}")(config)
 
 
 def arguments(total, sizes, cls=TrainingArguments, **settings):
@@ -131,6 +131,3 @@ def trained(trainer, **how):
 def of(cls):
     """The trainer class for this run: that of unequal workers, or in one process Transformers' own."""
     return hetero_trainer(cls) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else cls
-
-
-__all__ = ["Rows", "arguments", "bert", "labelled", "llama", "of", "padded", "texts", "trained"]

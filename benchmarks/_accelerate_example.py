@@ -1,4 +1,4 @@
-"""Run one of Accelerate's example scripts as it is, on small local data and a tiny model; used by ``examples.py``.
+"""Run one of Accelerate's example scripts as it is, on small local data and a tiny model, for accelerate_examples.py.
 
 What the scripts would download comes from here: data sets, pictures, a tokenizer, models of random weights without
 dropout, a metric, and stand-ins for the packages timm, torchvision and schedulefree. Learning rates are constant, since

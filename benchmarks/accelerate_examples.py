@@ -1,7 +1,7 @@
 """Run Accelerate's own examples unchanged under the flag, and compare each with one process.
 
     git clone --branch v1.15.0 https://github.com/huggingface/accelerate
-    python tests/accelerate/examples.py accelerate/examples
+    python benchmarks/accelerate_examples.py accelerate/examples
 
 Two CPU processes take 13 and 3 sixteenths of each batch, one process the same total. As a control, the two
 processes train once more with equal weights of their losses (the other ``loss_reduction``), which has to give another
@@ -16,10 +16,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.ranks import free_port
 
-RUN = Path(__file__).with_name("example_run.py")
+RUN = Path(__file__).with_name("_accelerate_example.py")
 BIN = Path(sys.executable).parent
 WITHOUT = {
     "deepspeed_with_config_support.py": "DeepSpeed shards the optimizer; the flag is refused beside it",
@@ -53,9 +53,9 @@ def run(script, processes, folder, **env):
         started = [str(BIN / "torchrun"), f"--nproc_per_node={processes}", port]
     variables = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **env}
     variables["PICTURES"] = str(Path(folder) / "pictures")
-    variables["PYTHONPATH"] = str(Path(__file__).parents[2])
+    variables["PYTHONPATH"] = str(Path(__file__).parents[1])
     arguments = list(ARGUMENTS.get(script.name, []))
-    if script.name == AUTOREGRESSIVE:  # its loader does not shuffle, so that example_run.py leaves its size alone
+    if script.name == AUTOREGRESSIVE:  # its loader does not shuffle, so that its size is left alone
         arguments.append(str(32 // processes))
     if script.name in PICTURES:
         arguments += ["--data_dir", variables["PICTURES"]]
