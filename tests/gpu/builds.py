@@ -5,8 +5,6 @@ and alignments of its arguments, and every variant is then built for each target
 a table, over as many processes as there are cores; tests take single builds.
 """
 
-import argparse
-import os
 import re
 import subprocess
 import sys
@@ -197,13 +195,9 @@ def build(label, target, aligned=True):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", nargs="*", default=list(TARGETS), choices=list(TARGETS))
-    parser.add_argument("--processes", type=int, default=os.cpu_count())
-    args = parser.parse_args()
     begin, failed = time.perf_counter(), 0
-    jobs = [(label, target, aligned) for target in args.targets for aligned in (True, False) for label in variants()]
-    with ProcessPoolExecutor(args.processes) as pool:
+    jobs = [(label, target, aligned) for target in TARGETS for aligned in (True, False) for label in variants()]
+    with ProcessPoolExecutor() as pool:
         for job, found in zip(jobs, pool.map(build, *zip(*jobs, strict=True)), strict=True):
             label, target, aligned = job
             good = isinstance(found, Usage) and not found.spilled

@@ -71,12 +71,8 @@ def _part(rank, modes, device):
 
 
 def leaks(figures, device):
-    """Two modes on CPUs, whose tensors are in the memory of the host; ``tests/test_leaks.py`` has others."""
-    measure(figures, PARTS if device.type == "cuda" else {"lightning": ("plain", "stale block top-k")}, device.type)
-
-
-def measure(figures, parts, device):
-    """Figures of all parts; one that fails does not silence the others."""
+    """Two modes on CPUs, whose tensors are in the memory of the host."""
+    parts, device = PARTS if device.type == "cuda" else {"lightning": ("plain", "stale block top-k")}, device.type
     for part, modes in parts.items():
         with noted(figures, part):
             found = ranks(_part, 2, modes, device, timeout=240)

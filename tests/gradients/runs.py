@@ -100,11 +100,9 @@ class Run:
         model: what is trained, :class:`Crossed` by default.
         saved: what another run has saved.
         mode: what happens to gradients that are not finite.
-        limit: greatest staleness.
-        clock: times the steps.
     """
 
-    def __init__(self, rank, way, *, model=None, saved=None, mode="ignore", limit=1, clock=None):
+    def __init__(self, rank, way, *, model=None, saved=None, mode="ignore"):
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         ranks = dist.get_world_size()
@@ -112,7 +110,7 @@ class Run:
         self.model = (Crossed() if model is None else model).to(way.dtype)
         if saved:
             self.model.load_state_dict(saved["model"])
-        self.parameters, clock = dict(self.model.named_parameters()), clock or HostClock()
+        self.parameters, clock = dict(self.model.named_parameters()), HostClock()
         self.control = ControlPlane(rank, ranks)
         topology = Topology(rank, way.clusters or tuple((r,) for r in range(ranks)))
         self.hook = HookState(StepTimer(clock), ranks, topology=topology)
@@ -123,7 +121,7 @@ class Run:
             self.compression.load_state_dict(saved["compression"] if saved else {})
             self.compression.attach(self.model, grad_scale=way.scale and (lambda: way.scale))
         if way.stale is not None:
-            self._delay(clock, topology, saved["staleness"] if saved else None, limit)
+            self._delay(clock, topology, saved["staleness"] if saved else None)
         self.health = Health(mode, self.control, self.hook, clock)
         self.health.begin()
         self.health.attach(self.model)
@@ -136,16 +134,16 @@ class Run:
             self.compression.bind_optimizers([self.optimizer])
         self.seen = {name: [] for name in ("given", "own", "owed", "left", "kind", "exact", "skipped", "weights")}
 
-    def _delay(self, clock, topology, restored, limit):
+    def _delay(self, clock, topology, restored):
         own = {"clock": clock, "restored": restored, "hold": self.hook.hold}
         if self.ranks > 1:
             own["topology"] = topology.with_own_groups()
         blocks = self.compression.blocks if self.compression else None
         if blocks is None:
             way = {"world_size": self.ranks, "synchronous": topology, "priority": self.way.priority}
-            self.late = DenseStaleAverager(limit, self.parameters, **way, **own)
+            self.late = DenseStaleAverager(1, self.parameters, **way, **own)
         else:
-            self.late = BlockTopKStaleAverager(limit, blocks, self.parameters, **own)
+            self.late = BlockTopKStaleAverager(1, blocks, self.parameters, **own)
         self.hook.set_staleness(self.late)
 
     def make_stale(self, names):

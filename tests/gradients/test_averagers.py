@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from lightning_hetero.core.compression.settings import COMPRESSORS, SELECTORS
 from tests.gradients.runs import ALL, INPUT, Crossed, Run, Way, flat
@@ -28,7 +27,6 @@ WAYS = {
     "plain": Way(ranks=3),
     "plain, clusters": Way(clusters=CLUSTERS, ranks=3),
     "stale": Way(stale={0: True}),
-    "stale, never": Way(stale={}),
     "stale, by turns": Way(stale=TURNS, priority=True),
     "stale, by turns, clusters": Way(stale=TURNS, clusters=CLUSTERS, ranks=3),
     "stale, from the first step on, one bucket": Way(stale={0: INPUT, 3: True, 6: INPUT}, cap=25),
@@ -37,19 +35,15 @@ WAYS = {
     **{f"blocks, {name}": Way(f"{BLOCKS[:-1]}, selector='{name}')") for name in SELECTORS},
     "blocks, balanced": Way(f"{BLOCKS[:-1]}, scores='balanced')"),
     "blocks, int8, dense steps": Way(DENSE_STEPS),
-    "blocks, one bucket, three ranks": Way(BLOCKS, cap=25, ranks=3),
-    "blocks, clusters": Way(BLOCKS, clusters=CLUSTERS, ranks=3),
+    "blocks, clusters": Way(BLOCKS, cap=25, clusters=CLUSTERS, ranks=3),
     "blocks, loss scaler": Way(BLOCKS, scale=8.0),
-    "blocks, sparse optimizer": Way(FEW, sparse=True),
     "blocks, sparse optimizer later, loss scaler": Way(FEW, sparse="later", scale=8.0),
     "blocks, densities": Way(BLOCKS, density={3: 0.1, 4: 1.0, 7: 0.4}),
-    "blocks, stale": Way(BLOCKS, stale={0: True}),
     "blocks, stale, on and off, dense steps": Way(DENSE_STEPS, stale=ON_OFF),
     "blocks, stale, clusters": Way(BLOCKS, stale={1: True, 3: False, 4: True}, clusters=CLUSTERS, ranks=3),
     "blocks, stale, densities": Way(BLOCKS, stale={1: True, 6: False, 7: True}, density={3: 0.1, 4: 0.8, 6: 0.2}),
     "blocks, stale, sparse optimizer": Way(FEW, stale={1: True, 6: False}, sparse=True),
     "powersgd, three ranks": Way(QUICK["powersgd"], cap=25, ranks=3),
-    "powersgd, loss scaler": Way(QUICK["powersgd"], scale=6.0),
 }
 BLOCKWISE = [name for name, way in WAYS.items() if "block_topk" in str(way.compression)]
 
@@ -161,8 +155,8 @@ def test_dense_sums_are_the_weighted_mean_a_step_later_where_they_are_stale(name
 def test_blocks_are_applied_at_once_or_a_step_later(name, walked):
     way = WAYS[name]
     (result, *_), *_ = walked[name]
-    warmup, every, stale, owes = (1, 6, False, False) if "every" in way.compression else (1, None, False, False)
-    warmup = 0 if "warmup_steps=0" in way.compression else warmup
+    warmup, every = int("warmup_steps=1" in way.compression), 6 if "every" in way.compression else None
+    stale = owes = False
     for step in range(STEPS):
         stale = (way.stale or {}).get(step, stale)
         dense = step < warmup or (every is not None and step % every == 0)
@@ -175,27 +169,6 @@ def test_blocks_are_applied_at_once_or_a_step_later(name, walked):
         if way.stale is not None:
             assert result["kind"][step] == (set(ALL) if stale and not dense else set())
         owes = stale and not dense
-
-
-def _bytes(name, ranks):
-    """Bytes that a rank sends to others in the mean of the first steps, and the share of elements, by hand."""
-    ring, dense = 2 * (ranks - 1) / ranks, 4 * 152
-    if name in ("fp16", "bf16"):
-        return ring * 2 * 152, 1.0
-    if name == "auto":
-        return ring * dense, 1.0
-    # two dense steps, then vectors, and matrices of 6 x 9 and 9 x 8 by one column each; 8 x 1 is no smaller that way
-    sent = 152 - (54 - 6 - 9) - (72 - 9 - 8)
-    return ring * 4 * (2 * 152 + 2 * sent) / CUT, (2 + 2 * sent / 152) / CUT
-
-
-@pytest.mark.parametrize("name", [name for name in COMPRESSORS if name != "block_topk"])
-def test_traffic_is_what_crosses_the_link(name, walked):
-    for result, *_ in walked[name]:
-        sent, share = _bytes(name, 2)
-        seen = result["metrics"]
-        assert (seen["hetero/bytes_sent"], seen["hetero/bytes_received"]) == (pytest.approx(sent),) * 2
-        assert seen["hetero/compression_density"] == pytest.approx(share)
 
 
 def test_traffic_of_blocks_grows_with_what_is_sent_and_is_that_of_leaders(walked):
@@ -228,13 +201,7 @@ def _go_on(rank, cases):
 def test_what_was_not_sent_goes_on_to_other_numbers_of_ranks(ranks, walked):
     """To whoever speaks for somebody, in equal shares; where one rank is left, into its next sum."""
     cases, before = {}, {}
-    for name in (
-        "blocks, one bucket, three ranks",
-        "blocks, clusters",
-        "block_topk",
-        "powersgd",
-        "powersgd, three ranks",
-    ):
+    for name in ("blocks, clusters", "block_topk", "powersgd", "powersgd, three ranks"):
         now = replace(WAYS[name], clusters=None, ranks=ranks)
         cases[name], before[name] = (now, walked[name][0][3]), sum(one[0]["left at the cut"] for one in walked[name])
     results = run_ranks(_go_on, ranks, cases)
@@ -397,15 +364,3 @@ def test_sums_on_their_way_belong_to_steps_that_are_undone_when_a_checkpoint_is_
     for results in (dense, blocks):
         assert all((share, drained) == (0.0, {}) for share, drained, *_ in results)
     np.testing.assert_allclose(dense[0][2], sum(np.array(own) for *_, own in dense), rtol=1e-12, atol=1e-15)
-
-
-def _refused(rank, how):
-    run = Run(rank, Way(BLOCKS if how == "blocks" else None, stale={}), limit=int(how == "name"))
-    dist.barrier()
-    run.late.make_stale(["5.weight"] if how == "name" else True if how == "blocks" else INPUT)
-
-
-@pytest.mark.parametrize(("how", "says"), [("name", "5.weight"), ("limit", "staleness"), ("blocks", "staleness")])
-def test_what_cannot_be_stale_is_refused_on_every_rank(how, says):
-    errors = run_ranks(_refused, 2, how, expect_errors=True)
-    assert [(rank, kind, says in text) for rank, kind, text in errors] == [(r, "ValueError", True) for r in range(2)]

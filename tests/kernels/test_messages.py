@@ -55,15 +55,8 @@ def test_any_flipped_bit_is_found(at, bit, k):
         form.read(message, rank=0, bucket=0, step=7)
 
 
-@pytest.mark.parametrize("change", [lambda m: m[:-16], lambda m: m[:0], lambda m: m[:8], lambda m: m.view(torch.int32)])
-def test_what_is_no_message_is_refused(change):
-    form, message, _ = written(rank=2)
-    with pytest.raises(ValueError, match="rank 2, bucket 0, step 7"):
-        form.read(change(message), rank=2, bucket=0, step=7)
-
-
 @pytest.mark.parametrize("values", CODECS)
-@pytest.mark.parametrize("num_blocks", [1, 37, 70_000, 1_000_003])
+@pytest.mark.parametrize("num_blocks", [1, 37, 1_000_003])
 def test_sizes_are_known_without_the_message_and_parts_begin_where_a_gpu_reads_16_bytes(num_blocks, values):
     densities = np.array([*np.geomspace(1e-4, 1.0, 30), 0.1, 0.2, 0.5])
     for world_size, block in ((2, 16), (5, 3)):
@@ -192,19 +185,6 @@ def test_the_papers_threshold_rises_by_a_step_falls_by_a_share_and_falls_behind(
         assert SELECT["aimd"](scores, 3, state).tolist() == chosen
         assert state.state_dict()["threshold"] == pytest.approx(threshold)
     assert drift("aimd", steps=100, n=4000, k=40)[0][30:50].mean() < 0.85, "why it is no default"
-
-
-@pytest.mark.parametrize("name", SELECT)
-def test_the_state_of_a_selector_is_taken_up(name):
-    scores, (one, other) = (
-        np.random.default_rng(0).random((10, 1000), dtype=np.float32),
-        (SelectorState(), SelectorState()),
-    )
-    for row in scores[:5]:
-        SELECT[name](row, 10, one)
-    other.load_state_dict(one.state_dict())
-    for row in scores[5:]:
-        np.testing.assert_array_equal(SELECT[name](row, 10, one), SELECT[name](row, 10, other))
 
 
 # parameters in one buffer

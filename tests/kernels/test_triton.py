@@ -1,6 +1,5 @@
 """Triton's kernels: what they compute, in its interpreter, and what a step on a GPU launches and waits for."""
 
-import json
 import os
 import subprocess
 import sys
@@ -29,46 +28,15 @@ from tests.gpu.builds import recording
 ROOT = Path(__file__).parents[2]
 
 
-def run_pytest(environment):
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        str(ROOT / "tests/kernels/interpreted.py"),
-        str(ROOT / "tests/kernels/device_decides.py"),
-    ]
-    environment = {**os.environ, **environment, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
-
-
 def test_kernels_compute_what_the_definition_does():
     """In a process of its own: Triton has to be told before it is imported that it interprets."""
-    done = run_pytest({"TRITON_INTERPRET": "1"})
+    files = [str(ROOT / "tests/kernels" / name) for name in ("interpreted.py", "device_decides.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout
-
-
-@pytest.mark.gpu
-def test_kernels_compute_what_the_definition_does_natively():
-    if torch.cuda.device_count() == 0:
-        pytest.skip("needs a GPU")
-    done = run_pytest({})
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-
-
-@pytest.mark.slow("an interpreter of its own, for a benchmark")
-def test_the_benchmark_is_ready(tmp_path):
-    """In the interpreter, small."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "kernels.py"), "--quick", "--out", str(tmp_path / "k.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    found = {row["candidate"]: row for row in json.loads((tmp_path / "k.json").read_text())["rows"]}
-    assert {"copy", "ours, K1 to K3 with the header", "SparseAdamW"} <= set(found)
-    assert all(row["us"] > 0 for row in found.values())
 
 
 # steps on a GPU that is not here: a driver that launches nothing

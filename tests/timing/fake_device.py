@@ -28,7 +28,7 @@ class Mark:
 
 
 class FakeDevice:
-    """Host time, a device of two streams, and its clock; with :meth:`install`, for a process of its own.
+    """Host time, a device of two streams, and its clock; with :meth:`install`, those of this process.
 
     Attributes:
         now: the host's time.
@@ -63,11 +63,10 @@ class FakeDevice:
         """The host waits for the device."""
         self.now = self.reached()
 
-    def copy(self, seconds, *, blocking):
-        """A batch comes to the device; a copy that blocks waits for all that was queued before it."""
+    def copy(self, seconds):
+        """A batch comes to the device, by a copy that waits for all that was queued before it."""
         self.spend(seconds)
-        if blocking:
-            self.sync()
+        self.sync()
 
     def updated(self):
         """An optimizer step is queued."""
@@ -102,8 +101,8 @@ class FakeDevice:
 
     # between ranks: over NCCL the host waits for nothing but a barrier, and for other hosts where ranks agree on plans
 
-    def install(self):
-        """Be the device, the clock and the link of this process, which never gets rid of it."""
+    def install(self, patch):
+        """Be the device, the clock and the link of this process, while it is patched."""
         self._sum, self._barrier, self._all_reduce = sums.async_all_reduce, dist.barrier, dist.all_reduce
         backward, gather = torch.Tensor.backward, ControlPlane.gather
 
@@ -116,10 +115,13 @@ class FakeDevice:
             self.now = self.last(self.now)
             return everyone
 
-        time.perf_counter = lambda: self.now
-        parts.agreed_clock = lambda device, control: self
-        torch.Tensor.backward, sums.async_all_reduce = joined, self.sum
-        dist.barrier, dist.all_reduce, ControlPlane.gather = self.barrier, self.all_reduce, gathered
+        patch.setattr(time, "perf_counter", lambda: self.now)
+        patch.setattr(parts, "agreed_clock", lambda device, control: self)
+        patch.setattr(torch.Tensor, "backward", joined)
+        patch.setattr(sums, "async_all_reduce", self.sum)
+        patch.setattr(dist, "barrier", self.barrier)
+        patch.setattr(dist, "all_reduce", self.all_reduce)
+        patch.setattr(ControlPlane, "gather", gathered)
         return self
 
     def begin(self):
@@ -178,40 +180,29 @@ class Bucket:
 class Batch(tuple):
     """Rows that are copied to the device when a front end moves them there."""
 
-    device, seconds, blocking = None, 0.0, False
+    device, seconds = None, 0.0
 
     def to(self, *_, **__):
         if self.device is not None:
-            self.device.copy(self.seconds, blocking=self.blocking)
+            self.device.copy(self.seconds)
         return self
 
 
 class Source:
-    """Collates batches; each takes a while on the host, or in a worker that is ahead by up to ``ahead`` batches.
+    """Collates batches; each takes a while on the host.
 
     Args:
         device: of this process.
         seconds: that a batch takes.
-        ahead: 0 without a worker.
-        copy: seconds of the copy to the device.
-        blocking: whether it blocks.
+        copy: seconds of the copy to the device, for which the host waits.
     """
 
-    def __init__(self, device, seconds, *, ahead=0, copy=0.0, blocking=False):
-        self.device, self.seconds, self.ahead = device, seconds, ahead
-        self.copy, self.blocking = copy, blocking
-        self._made, self._taken = device.now, []
+    def __init__(self, device, seconds, *, copy=0.0):
+        self.device, self.seconds, self.copy = device, seconds, copy
 
     def __call__(self, rows):
         batch = Batch(torch.utils.data.default_collate(rows))
         if self.copy:
-            batch.device, batch.seconds, batch.blocking = self.device, self.copy, self.blocking
-        if self.ahead == 0:
-            self.device.host(self.seconds)
-            return batch
-        taken = self._taken
-        free = taken[-self.ahead] if len(taken) >= self.ahead else 0.0
-        self._made = max(self._made, free) + self.seconds
-        self.device.now = max(self.device.now, self._made)
-        taken.append(self.device.now)
+            batch.device, batch.seconds = self.device, self.copy
+        self.device.host(self.seconds)
         return batch

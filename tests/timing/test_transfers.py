@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.timing.bucket_timer import BucketTimer, busy_seconds, combine
-from lightning_hetero.comm.timing.clock import CudaClock, HostClock, agreed_clock, clock_for
+from lightning_hetero.comm.timing.clock import HostClock, agreed_clock, clock_for
 from lightning_hetero.comm.timing.message_timer import MessageTimer, message_seconds
-from lightning_hetero.comm.timing.settings import SETTINGS, TimingSettings
+from lightning_hetero.comm.timing.settings import TimingSettings
 from tests.ranks import run_ranks
 from tests.timing.clocks import Hand
 
@@ -108,8 +108,7 @@ def simulated(compute, uplink, steps=20):
     return np.stack([timer.take() for timer in timers])
 
 
-@pytest.mark.parametrize("slow", [0, 1, 2, None])
-@pytest.mark.parametrize("thin", [0, 1, 2])
+@pytest.mark.parametrize(("slow", "thin"), [(0, 0), (0, 1), (1, 2), (None, 2)])
 def test_a_thin_uplink_is_found_and_waiting_for_a_slow_worker_is_no_transfer(slow, thin):
     """The rank that is ready last waits for nobody, and sees the link alone."""
     compute = [0.5 if rank == slow else 0.1 for rank in range(3)]
@@ -144,23 +143,16 @@ def test_messages_under_way_are_reported_later_and_only_those_of_the_newest_size
     assert (num_bytes, seconds.tolist()) == (BYTES / 5, pytest.approx([0.2, 0.4]))
 
 
-def test_many_ranks_time_fewer_steps_of_each():
-    few = SETTINGS.of(4000)
-    assert MessageTimer(Hand(), 4000, few).take().shape == (16, 4002)
-    assert BucketTimer(Hand(), few).take(2).shape == (16, 4)
-
-
 # clocks
 
 
 class Event:
     """Stands for ``torch.cuda.Event``: knows its moment in milliseconds and whether the device has passed it."""
 
-    recorded, waited = 0, 0
+    recorded, passed = 0, False
 
     def __init__(self, enable_timing=False):
         assert enable_timing, "an event without timing cannot be read"
-        self.moment, self.passed = None, False
 
     def record(self, stream=None):
         assert stream == "the stream of cuda:1", "another thread's current device may be another GPU"
@@ -172,48 +164,26 @@ class Event:
 
     def elapsed_time(self, end):
         assert self.passed, "reading an event that was not passed is an error in CUDA"
-        assert end.passed
         return end.moment - self.moment
-
-    def synchronize(self):
-        Event.waited += 1
 
 
 def test_a_cuda_clock_records_now_and_reads_later(monkeypatch):
-    waited = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     clock = clock_for(torch.device("cuda", 1))
     start, end = clock.mark(), clock.mark()
     assert clock.ready(start) is False
     start.passed = end.passed = True
     assert clock.ready(end) is True
     assert clock.seconds(start, end) == 0.25
-    assert (waited, Event.waited, clock.synchronous) == ([], 0, False)
-    clock.wait()
-    clock.wait_for(start)
-    assert (waited, Event.waited) == ([torch.device("cuda", 1)], 1)
+    assert not clock.synchronous
 
 
-def test_the_clock_of_the_host_is_always_ready():
-    clock = clock_for(torch.device("cpu"))
-    start, end = clock.mark(), clock.mark()
-    clock.wait()
-    clock.wait_for(end)
-    assert clock.ready(end)
-    assert clock.synchronous
-    assert clock.seconds(start, end) == end - start >= 0
-
-
-@pytest.mark.parametrize("kind", ["xpu", "hpu", "mps"])
-def test_a_device_without_a_clock_is_refused(kind, caplog):
-    """The host's clock would not know when it has done anything. A worker alone may compute anywhere, and is told."""
-    with pytest.raises(ValueError, match=kind):
-        clock_for(torch.device(kind))
+def test_a_worker_alone_may_compute_on_a_device_without_a_clock_and_is_told(caplog):
+    """The host's clock does not know when it has done anything."""
     with caplog.at_level("INFO", logger="lightning_hetero"):
-        assert isinstance(agreed_clock(torch.device(kind), ControlPlane(0, 1)), HostClock)
-    assert kind in caplog.text
+        assert isinstance(agreed_clock(torch.device("xpu"), ControlPlane(0, 1)), HostClock)
+    assert "xpu" in caplog.text
 
 
 def _agreed(rank, cases):
@@ -237,26 +207,3 @@ def test_a_device_without_a_clock_or_a_backend_is_refused_on_every_rank():
         assert "rank 1" in kind
         assert "xpu" in kind
         assert "process_group_backend" in backend
-
-
-def _on_the_device(rank):
-    """Spans of 1 and of 200 products, and of both."""
-    device = torch.device("cuda", torch.cuda.device_count() - 1)
-    clock, x = CudaClock(device), torch.randn(2048, 2048, device=device)
-    marks = [clock.mark()]
-    for repeats in (1, 200):
-        for _ in range(repeats):
-            x @ x
-        marks.append(clock.mark())
-    clock.wait()
-    assert all(clock.ready(mark) for mark in marks)
-    return [clock.seconds(marks[i], marks[j]) for i, j in ((0, 1), (1, 2), (0, 2))]
-
-
-@pytest.mark.gpu
-def test_a_cuda_clock_on_the_device():
-    if torch.cuda.device_count() == 0:
-        pytest.skip("needs a GPU")
-    ((first, second, both),) = run_ranks(_on_the_device, 1, start="spawn")
-    assert both == pytest.approx(first + second, rel=1e-3)
-    assert both > 0
