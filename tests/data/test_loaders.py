@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -285,14 +286,10 @@ HOSTILE = {
 }
 
 
-def _fails(rank, loader, settings, trainer):
-    trained(rank, 2, loader(rank), settings, **trainer())
-
-
 def _hostile(rank):
     found = {}
     for name, (loader, settings, trainer, _) in HOSTILE.items():
-        found[name] = raised(lambda given=(loader, settings, trainer): _fails(rank, *given))
+        found[name] = raised(partial(trained, rank, 2, loader(rank), settings, **trainer()))
     return found
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from lightning_hetero.core import BatchPlan, PlanEntry, PlanHistory
 from lightning_hetero.core.batching.cost.weights import CostWeights
@@ -156,32 +156,6 @@ def test_other_ranks_with_other_totals_go_on_behind_what_was_taken(kind, history
     (rest,) = all_ranks(made, both, [0], start=(0, step))
     taken = global_batches([rank[:step] for rank in whole]) + global_batches(rest)
     assert sorted(i for batch in taken for i in batch) == list(range(n))
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", ["permutation", "batches", "by cost"])
-def test_a_plan_changes_batches_behind_those_that_loaders_have_drawn(kind, workers):
-    history = [plans((0, 0, (4, 4)))]
-    parts = [SAMPLERS[kind](160)(lambda: history[0], rank) for rank in (0, 1)]
-    loaders = [
-        DataLoader(range(160), batch_sampler=part, num_workers=workers * rank, persistent_workers=bool(workers * rank))
-        for rank, part in enumerate(parts)
-    ]
-    for epoch in range(2):
-        for part in parts:
-            part.set_epoch(epoch)
-        seen = []
-        for step, batches in enumerate(zip(*loaders, strict=True)):
-            seen += [i for rank, b in enumerate(batches) if parts[0].sizes_at(epoch, step)[rank] for i in b.tolist()]
-            sizes = parts[0].sizes_at(epoch, step)
-            assert sizes == parts[1].sizes_at(epoch, step)
-            assert all(size in (len(batch), 0) for size, batch in zip(sizes, batches, strict=True))
-            if step == 3 and epoch == 0:
-                start = max(part.drawn for part in parts)
-                history[0] = history[0].extended(PlanEntry(*start, BatchPlan(8, (7, 1))))
-        assert sorted(seen) == list(range(160))
-    assert start == (0, 4 + workers * 2)
-    assert parts[1].sizes_at(*start)[1] < parts[1].sizes_at(0, start[1] - 1)[1]
 
 
 @given(histories(multiple=3), st.integers(1, 50), st.integers(1, 4))

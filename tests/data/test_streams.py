@@ -169,13 +169,6 @@ def test_the_whole_stream_is_cut_in_the_order_of_one_process():
     assert [own for _, _, own in results[1]["seen"]] == [[4, 5], [10, 11], [13, 14, 15, 16, 17], [18, 19]]
 
 
-@pytest.mark.parametrize("shard", ["mine", "whole"])
-def test_rows_of_batches_that_the_dataset_makes_are_taken_once(shard):
-    data = [Batches(range(31)), Batches(range(31, 50))] if shard == "mine" else [Batches(range(50))] * 2
-    results = passed(shard, data, plans((0, 0, (5, 3)), (0, 2, (2, 6))), batch_size=None)
-    assert taken(results) == list(range(50))
-
-
 def test_who_has_ended_leaves_its_share_to_others_and_runs_the_smallest_batch():
     results = passed(
         "mine", [Numbered(range(20)), Numbered(range(20, 73))], plans((0, 0, (4, 4))), rules=StreamRules(2)
@@ -199,12 +192,6 @@ def test_ragged_last_batches_may_be_dropped(shard):
     assert len(taken(results)) == 72
 
 
-def test_fast_ranks_claim_more_shards():
-    results = passed("claim", data_of("claim", 3), plans((0, 0, (4, 1, 1))))
-    assert results[0]["seen"][3][1] == (4, 1, 1)
-    assert len(taken(results[:1])) > len(taken(results[1:2]))
-
-
 def test_no_sample_at_all_is_an_epoch_of_no_steps():
     history = plans((0, 0, (2, 2)))
     assert on_threads(2, lambda peer: list(sampler_of(peer, "mine", Numbered([]), history))) == [[], []]
@@ -218,28 +205,6 @@ def test_steps_that_wait_for_others_or_are_ragged_are_not_timed(shard):
 
 
 # resumption
-
-
-@every_kind
-@pytest.mark.parametrize(("stop", "before", "after"), [(1, 2, 2), (4, 2, 3), (4, 3, 1), (6, 1, 2)])
-def test_an_epoch_goes_on_behind_what_was_taken(shard, stop, before, after):
-    sizes = {1: (6,), 2: (4, 2), 3: (4, 1, 1)}
-    first = passed(shard, data_of(shard, before), plans((0, 0, sizes[before])), steps=stop)
-    state = first[0]["state"]
-    assert all(r["state"] == state for r in first)
-    changed = plans((0, 0, sizes[before]), (0, stop, sizes[after]))
-    if shard == "mine" and before != after:
-        with pytest.raises(ValueError, match=f"{before} ranks"):
-            passed(shard, data_of(shard, after), changed, start=(0, stop), state=state)
-        passed(shard, data_of(shard, after), changed, start=(1, 0), epochs=2, state=state)
-        return
-    middle = passed(shard, data_of(shard, after), changed, start=(0, stop), steps=2, state=state)
-    state = middle[0]["state"]
-    rest = passed(shard, data_of(shard, after), changed, start=(0, stop + 2), state=state)
-    assert taken(first, middle, rest) == list(range(73))
-    if shard != "claim" and after == before:
-        whole = passed(shard, data_of(shard, after), changed)
-        assert [r["seen"][stop + 2 :] for r in whole] == [r["seen"] for r in rest]
 
 
 def test_without_a_state_of_the_step_it_is_what_the_plans_say():
@@ -310,27 +275,6 @@ def test_a_step_waits_for_a_message_of_the_block_before_and_samples_are_drawn_as
         assert len(drawn) <= 2 * (step + 2 * BLOCK)
     assert len(events) > 9
     assert set(events[3:-2]) == {BLOCK}
-
-
-def test_a_plan_holds_from_beyond_what_any_rank_has_drawn():
-    history = [plans((0, 0, (5, 3)))]
-    seen, drawn = [], []
-
-    def run(peer):
-        stream = SampleStream(DataLoader(Numbered(range(27 * peer.rank, 73)), 4), "mine")
-        sampler = OwnStreamSampler(stream, lambda: history[0], peer, StreamRules())
-        for step, _ in enumerate(sampler):
-            if step == 2:
-                start = max(peer.gather_objects(sampler.drawn))
-                if peer.rank == 0:
-                    history[0] = history[0].extended(PlanEntry(*start, BatchPlan(8, (3, 5))))
-                    drawn.append(start[1])
-                peer.gather_objects(None)
-            if peer.rank == 0:
-                seen.append(sampler.sizes_at(0, step))
-
-    assert on_threads(2, run) == [None, None]
-    assert seen.index((3, 5)) == drawn[0] <= 3 + 2 * BLOCK
 
 
 # what cannot be

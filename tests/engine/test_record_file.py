@@ -164,13 +164,3 @@ def test_figures_of_a_thinned_run_are_those_of_the_whole(max_bytes, seed):
         assert getattr(b, name) == pytest.approx(getattr(a, name), rel=0.03), name
     steady = [replace(one, step_time=0.1) for one in a.run.rounds]
     assert RunFigures(replace(a.run, rounds=tuple(steady))).step_time != pytest.approx(a.step_time, rel=0.03)
-
-
-def test_rounds_that_all_have_another_split_keep_their_steps():
-    file = RunFile(max_bytes=4000)
-    file.write(header(2))
-    for i in range(500):
-        file.write(RoundRecord(float(i), 0, i, 1, 1, (8 + i % 2, 8), step_time=1.0 + i % 2))
-    assert sum(one.count for one in file.run.rounds) == 500
-    assert len(file.run.rounds) < 100
-    assert all(one.step_time == one.sizes[0] - 7 for one in file.run.rounds), "the times are those of the split"

@@ -3,7 +3,7 @@
 import sys
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan
-from lightning_hetero.core.policies.base import Decision, Proposal
 from lightning_hetero.core.policies.static import StaticPlanner
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.engine import HeteroEngine
@@ -105,42 +104,6 @@ def test_a_plan_that_a_rank_cannot_run_is_refused(name, size):
 
 
 # what planners are told
-
-
-@dataclass(frozen=True)
-class Counts(StaticPlanner):
-    """Knows more after each decision, and proposes a total."""
-
-    seen: int = 0
-    total: int | None = None
-
-    def initial(self, context):
-        return None
-
-    def predict(self, plan, context):
-        return float(self.seen)
-
-    def decide(self, observations, current, context):
-        plan = None if self.total is None else Proposal(BatchPlan(self.total, (self.total,)), "why not")
-        return Decision(replace(self, seen=self.seen + 1), plan)
-
-
-def observed():
-    """An engine that has measured some steps, none of which a round has seen."""
-    session, batches = session_of(replan="epoch")
-    for number, _ in steps(session, batches):
-        if number == 8:
-            break
-    return session.engine
-
-
-@pytest.mark.parametrize("last", [True, False])
-def test_in_the_last_round_the_planner_learns_and_nothing_changes(last):
-    engine = observed()
-    done = engine.exchange(Counts(total=4), not_before=(0, 9), last=last)
-    assert (done.planner.seen, done.predicted) == (1, 1.0), "it is that of the planner that has seen the steps"
-    assert (done.entry is None) == last
-    assert len(engine.plan_history) == (1 if last else 2)
 
 
 def test_a_backward_pass_is_needed_again_for_the_batch_after_an_optimizer_step():
@@ -299,13 +262,6 @@ def test_a_run_goes_on_with_the_plans_of_its_checkpoint(slots, planner, batch_si
     ):
         assert ran == expected or sum(ran) == expected
     assert found[0][2] == found[1][2]
-
-
-def test_stale_sums_are_saved_again_where_no_model_and_no_data_has_come():
-    engine = HeteroEngine(HeteroConfig(), rank=0, world_size=1, device=CPU)
-    held = {"delayed": ["w"], "sums": {"w": torch.ones(2)}}
-    engine.load_state_dict({"staleness": held})
-    assert engine.state_dict() == {"staleness": held}
 
 
 # what costs of samples teach
