@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_hetero.data.rows import BatchRows, concat_batches, rows_by, rows_of, slice_batch
-from lightning_hetero.data.streams.buffers import RowBuffer, SampleBuffer
+from lightning_hetero.data.streams.buffers import RowBuffer
 from lightning_hetero.data.units.own_shards import counted_rows
 from lightning_hetero.data.units.pieces import PiecesDataset, pieces_of
 
@@ -65,17 +65,6 @@ def test_what_is_constant_stays_and_attributes_of_a_mapping_with_it():
     batch = Encoding(x=torch.arange(3))
     batch.kind = "mine"
     assert slice_batch(batch, 0, 2).kind == concat_batches([batch, batch]).kind == "mine"
-
-
-def test_single_samples_wait_in_order_and_are_collated_at_last():
-    buffer = SampleBuffer(torch.tensor)
-    buffer.put([1, 2])
-    buffer.put([3])
-    assert (buffer.peek(2), len(buffer)) == ([1, 2], 3)
-    assert buffer.batch(buffer.take(3)).tolist() == [1, 2, 3]
-    rows = RowBuffer(BatchRows())
-    rows.put(torch.zeros(0, 2))
-    assert len(rows) == 0
 
 
 IMAGES = [torch.full((channels, 2, 2), float(i)) for i, channels in enumerate((3, 1, 3, 3, 1))]
@@ -150,12 +139,6 @@ def test_every_row_goes_to_one_rank_and_no_rank_has_too_few_to_run(rows, sizes, 
         assert len(part) >= least
         loaded += part[:count].tolist()
     assert sorted(loaded) == list(range(sum(rows)))
-
-
-@pytest.mark.parametrize("sizes", [(12, 9, 3), (4, 8, 12), (2, 20, 2), (0, 22, 2)])
-def test_items_of_the_plans_size_keep_to_the_plan(sizes):
-    dataset = PiecesDataset(items_of([8, 8, 8]), lambda item: item, BatchRows())
-    assert [dataset[pieces_of(range(3), sizes, rank, 2)][0] for rank in range(3)] == list(sizes)
 
 
 class Table:

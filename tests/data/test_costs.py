@@ -125,23 +125,6 @@ def test_weights_of_a_plan_divide_from_its_first_step_on():
     assert before[2:] != after[2:]
 
 
-def test_a_step_that_was_drawn_before_a_change_of_plan_keeps_its_shares():
-    history = [PlanHistory((PlanEntry(0, 0, plan((16, 16))),))]
-    stream = PermutationStream(len(COSTS), shuffle=True, seed=1)
-    part = UnevenBatchSampler(stream, lambda: history[0], 0, division=CostDivision(COSTS, SUM))
-    drawn = iter(part)
-    own = [next(drawn), next(drawn)]
-    before = [part.step_at(0, step) for step in (0, 1)]
-    history[0] = history[0].extended(PlanEntry(0, 2, plan((28, 4))))
-    own += drawn
-    assert [part.step_at(0, step) for step in (0, 1)] == before
-    assert list(map(len, own)) == [part.sizes_at(0, step)[0] for step in range(len(own))]
-    resumed = UnevenBatchSampler(stream, lambda: history[0], 0, division=CostDivision(COSTS, SUM), start=(0, 3))
-    assert resumed.step_at(0, 1).regular is False, "there is no order yet, so the sizes are those of the plan"
-    assert list(resumed) == own[3:]
-    assert resumed.step_at(0, 1) == before[1]
-
-
 @pytest.mark.parametrize("weights", [SUM, PADDED])
 def test_memory_and_smallest_batches_are_kept(weights):
     division = CostDivision(COSTS, weights, min_local=14, max_local=(17, 18))

@@ -315,20 +315,6 @@ def test_an_order_follows_from_the_epoch_and_leaves_random_numbers_alone(name):
     assert len({str(one), str(first), str(two)}) == 3
 
 
-def test_live_orders_are_those_of_rank_0s_sampler_drawn_once_a_pass():
-    box = {}
-    first = BroadcastStream(RandomSampler(range(20), generator=generator(1)), lambda order: box.setdefault(0, order), 0)
-    other = BroadcastStream(RandomSampler(range(20), generator=generator(2)), lambda order: box[0], 1)
-    alone = RandomSampler(range(20), generator=generator(1))
-    assert list(first.indices(0)) == list(other.indices(0)) == list(first.indices(0)) == list(alone)
-    box.clear()
-    assert list(first.indices(1)) == list(alone)
-    in_order = BroadcastStream(SequentialSampler(range(4)), lambda value: pytest.fail("nothing to share"))
-    assert list(in_order.indices(3)) == [0, 1, 2, 3]
-    told = BroadcastUnits(list(Ragged(8)), lambda value: value)
-    assert told.units(0) == list(Ragged(8))
-
-
 class Seeded(RandomSampler):
     """Draws from its seed and the number of the pass, as Accelerate's seedable sampler."""
 

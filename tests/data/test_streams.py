@@ -20,7 +20,7 @@ from lightning_hetero.core.batching.stream_steps import StreamRules
 from lightning_hetero.data.streams.claims import ClaimedShards, claimable
 from lightning_hetero.data.streams.fingerprint import fingerprint
 from lightning_hetero.data.streams.loaders import is_stream, sample_stream, with_batches
-from lightning_hetero.data.streams.own import BLOCK, ClaimedStreamSampler, OwnStreamSampler
+from lightning_hetero.data.streams.own import ClaimedStreamSampler, OwnStreamSampler
 from lightning_hetero.data.streams.sampler import WholeStreamSampler
 from lightning_hetero.data.streams.source import SampleStream
 from tests.streams import Batches, Loader, Numbered, Sharded, Sized
@@ -163,12 +163,6 @@ def test_each_sample_is_taken_once_by_any_number_of_ranks(shard, seed):
         assert all(size == 0 or size >= low for _, sizes, _ in results[0]["seen"] for size in sizes)
 
 
-def test_the_whole_stream_is_cut_in_the_order_of_one_process():
-    results = passed("whole", data_of("whole", 2, 20), plans((0, 0, (4, 2)), (0, 2, (1, 5))))
-    assert [own for _, _, own in results[0]["seen"]] == [[0, 1, 2, 3], [6, 7, 8, 9], [12], []]
-    assert [own for _, _, own in results[1]["seen"]] == [[4, 5], [10, 11], [13, 14, 15, 16, 17], [18, 19]]
-
-
 def test_who_has_ended_leaves_its_share_to_others_and_runs_the_smallest_batch():
     results = passed(
         "mine", [Numbered(range(20)), Numbered(range(20, 73))], plans((0, 0, (4, 4))), rules=StreamRules(2)
@@ -177,12 +171,6 @@ def test_who_has_ended_leaves_its_share_to_others_and_runs_the_smallest_batch():
     assert sizes[:5] == [(4, 4)] * 5
     assert set(sizes[5:-1]) == {(0, 8)}
     assert set(results[0]["drawn"][5:]) == {2}, "more of it would be computed for nothing"
-    empty = passed("mine", [Numbered([]), Numbered(range(12)), Numbered([])], plans((0, 0, (2, 2, 2))))
-    assert taken(empty) == list(range(12))
-    assert [sizes for _, sizes, _ in empty[0]["seen"]] == [(0, 6, 0)] * 2
-    assert all(drawn >= 1 for r in empty for drawn in r["drawn"])
-    last = passed("whole", data_of("whole", 2, 15), plans((0, 0, (8, 4))), rules=StreamRules(2))
-    assert [sizes for _, sizes, _ in last[0]["seen"]] == [(8, 4), (3, 0)]
 
 
 @pytest.mark.parametrize("shard", ["mine", "whole"])
@@ -221,11 +209,6 @@ def test_what_a_rank_has_finished_stays_finished():
     for stop in range(1, len(passed("claim", *given)[0]["seen"])):
         first = passed("claim", *given, steps=stop)
         assert taken(first, passed("claim", *given, start=(0, stop), state=first[0]["state"])) == list(range(11))
-    results = passed("claim", [Sharded([5, 4, 9])] * 2, plans((0, 0, (2, 2))), epochs=2, steps=3)
-    done = results[0]["state"]["shards"][3]
-    parts = {0: range(5), 1: range(5, 9), 2: range(9, 18)}
-    known = [i for shard, number in done.items() for i in list(parts[shard])[: None if number < 0 else number]]
-    assert sorted(known) == taken(results, epoch=1)
 
 
 def test_another_kind_of_share_may_begin_between_epochs_only():
@@ -254,27 +237,6 @@ def test_lengths_are_known_once_a_pass_has_ended_or_where_the_data_say_so():
         assert len(alone(shard, Sized(range(20)), (7,), num_samples=40)) == 6
         for rules in (StreamRules(2), StreamRules(multiple=2), StreamRules(max_local=(9,))):
             assert alone(shard, Sized(range(20)), (7,), num_samples=40, rules=rules).num_batches(0) == NO_LIMIT
-
-
-def test_a_step_waits_for_a_message_of_the_block_before_and_samples_are_drawn_as_steps_take_them():
-    events, drawn, step = [], [], 0
-
-    class Recorded(Peer):
-        def gather_later(self, values):
-            wait, sent = super().gather_later(values), step
-            return lambda: (events.append(step - sent), wait())[1]
-
-    class Noted(Numbered):
-        def __iter__(self):
-            for sample in super().__iter__():
-                drawn.append(sample[2])
-                yield sample
-
-    for _ in sampler_of(Recorded(Board(1), 0), "mine", Noted(range(73)), plans((0, 0, (2,))), batch_size=1):
-        step += 1
-        assert len(drawn) <= 2 * (step + 2 * BLOCK)
-    assert len(events) > 9
-    assert set(events[3:-2]) == {BLOCK}
 
 
 # what cannot be

@@ -1,6 +1,7 @@
 """Noise scale while training: the numbers are those of the gradients, for any split; logger and checkpoint get them."""
 
 import csv
+import itertools
 import math
 from functools import partial
 
@@ -232,14 +233,10 @@ def test_a_single_worker_with_accumulation_takes_two_sizes():
     assert result["estimate"]["biased"] is False
 
 
-def successive(steps, scales=None):
+def successive(steps):
     """Of one worker by successive steps."""
     running = RunningNoiseScale(horizon=HORIZON)
-    for number in range(1, len(steps)):
-        scale = 1.0 if scales is None else scales[number]
-        if scale is None:
-            continue
-        now, before = gradient(steps[number], scale), gradient(steps[number - 1], scale)
+    for before, now in itertools.pairwise(map(gradient, steps)):
         one, both = (now.square().sum() + before.square().sum()) / 2, ((now + before) / 2).square().sum()
         estimate = estimate_from_two_sizes(float(one), 4, float(both), 8, biased=True)
         given = {"trace": estimate.trace, "global_sq_norm": float(both), "total_batch_size": 8}
@@ -456,24 +453,6 @@ def test_a_preconditioned_estimate_is_that_of_the_workers_gradients(strategy, kw
     check(results[1:], expected(steps, scales=adams([sum(groups, []) for groups in steps])), rel=1e-4)
     plain = RunningNoiseScale.from_state_dict(results[0]["estimate"])
     assert plain.trace != pytest.approx(expected(steps[FIRST:]).trace, rel=0.5)
-
-
-def test_a_preconditioned_estimate_of_a_single_worker():
-    """With accumulation, by successive steps; and gradients as they are where that is asked for."""
-    kwargs = {"batch_size": 2, "accumulate_grad_batches": 2, "model": WithAdam(), "preconditioner": "auto"}
-    (result,) = run("hetero_ddp", 1, **kwargs)
-    micro, running = [own for *_, own in result["seen"]], RunningNoiseScale(horizon=HORIZON)
-    windows = list(zip(micro[::2], micro[1::2], strict=True))
-    for (small, rest), scale in zip(windows, adams([a + b for a, b in windows]), strict=True):
-        if scale is not None:
-            whole = sq_norm(small + rest, scale)
-            estimate = estimate_from_two_sizes(sq_norm(small, scale), 2, whole, 4)
-            running = running.update(trace=estimate.trace, global_sq_norm=whole, total_batch_size=4)
-    assert running.samples == 2 * 4
-    check([result], running, rel=1e-4)
-    (result,) = run("auto", 1, batch_size=4, model=WithAdam(), preconditioner="adam", max_epochs=2)
-    steps = [own for *_, own in result["seen"]]
-    check([result], successive(steps, adams(steps)), rel=1e-4)
 
 
 def _scaled(rank, strategy, scaled, ranks, more):

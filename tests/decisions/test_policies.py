@@ -1,7 +1,7 @@
 """From a policy or a setting to the next batches, the log, the progress bar and the checkpoint."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.metrics import plan_metrics
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies import NAMED
-from lightning_hetero.core.policies.base import Decision, Proposal
+from lightning_hetero.core.policies.base import Decision
 from lightning_hetero.core.policies.static import StaticPlanner
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.engine import HeteroEngine
@@ -112,49 +112,6 @@ def test_arguments_of_proportional_control_are_those_of_its_planner():
 # planners of one's own
 
 
-class Swings(StaticPlanner):
-    """Another split at every look, as a user might write it."""
-
-    def initial(self, context):
-        return None
-
-    def decide(self, observations, current, context):
-        big, small = sorted(current.local_batch_sizes, reverse=True)
-        sizes = (small - 1, big + 1) if current.local_batch_sizes[0] == big else (small, big)
-        return self, Proposal(BatchPlan(sum(sizes), sizes), "swings by 10 %")
-
-
-@dataclass(frozen=True)
-class Keeps(StaticPlanner):
-    """Has fields with names that others of ours have."""
-
-    choice: str = "mine"
-    density: str = "high"
-    probe: str = "no"
-
-    def decide(self, observations, current, context):
-        return Decision(self, kept="nothing to gain: by my own rule")
-
-
-def _logged(rank, planner, settings):
-    lines = collected()
-    done = fit(rank, settings, 2, 5, dataset=Points(120), callbacks=[PolicyCallback(planner)], max_epochs=1)
-    return [line for line in lines if line.startswith(("plan from", "the split stays"))], done["history"]
-
-
-def test_each_plan_is_a_line_of_rank_0_with_its_reason_and_so_is_why_a_split_stays():
-    (lines, history), (silent, _) = run_ranks(_logged, 2, Swings(), {"replan": 4})
-    assert silent == []
-    assert len(history) > 2
-    for i, (line, (epoch, step, sizes)) in enumerate(zip(lines, history, strict=True)):
-        assert f"epoch {epoch} step {step}: {'/'.join(map(str, sizes))} of 10 samples" in line
-        assert ("equal sizes" if i == 0 else "swings by 10 %") in line
-    (lines, history), (silent, _) = run_ranks(_logged, 2, Keeps(), {"replan": 2})
-    assert len(history) == 1
-    assert [line for line in lines if "by my own rule" in line] == ["the split stays: nothing to gain: by my own rule"]
-    assert silent == []
-
-
 def test_a_planner_that_lacks_something_is_refused_at_once():
     class Half:
         moves_total = False
@@ -225,20 +182,11 @@ def test_metrics_by_hand():
     }
 
 
-@pytest.mark.parametrize(
-    ("step_time", "idle"),
-    [
-        ((np.nan, 2.0), 0.5625),
-        ((np.nan, np.nan), None),
-        ((0.1, 0.1), 0.0),
-    ],
-)
-def test_metrics_leave_out_what_is_not_known_and_an_idle_fraction_is_a_share(step_time, idle):
+@pytest.mark.parametrize("step_time", [(np.nan, np.nan), (0.0, 0.0)])
+def test_metrics_leave_out_what_is_not_known(step_time):
     metrics = plan_metrics(observations(step_time), BatchPlan(8, (6, 2)), None)
-    assert metrics.get("hetero/idle_fraction") == (None if idle is None else pytest.approx(idle))
-    assert ("hetero/step_time" in metrics) == (idle is not None)
-    assert "hetero/predicted_step_time" not in metrics
-    assert all(np.isfinite(value) and type(value) is float for value in metrics.values())
+    assert not {"hetero/idle_fraction", "hetero/step_time", "hetero/predicted_step_time"} & set(metrics)
+    assert all(np.isfinite(value) for value in metrics.values())
 
 
 # what Lightning's own callbacks show
@@ -364,7 +312,7 @@ class Saves(Callback):
 def _resumed(rank, folder):
     """Plans of a run by one policy, and of those that go on with it by others."""
     path, histories = str(folder / "saved.ckpt"), []
-    for callback in ([Saves(path)], [DynamicBatchPIDCallback(dead_band=0.9)], [PolicyCallback(Keeps())]):
+    for callback in ([Saves(path)], [DynamicBatchPIDCallback(dead_band=0.9)], [PolicyCallback(StaticPlanner())]):
         with told_time() as clock:
             more = {"ckpt_path": path if histories else None, "max_epochs": 2, "dataset": Points(120)}
             done = fit(rank, {"replan": 4}, 2, 5, model=Told(clock), callbacks=callback, **more)
