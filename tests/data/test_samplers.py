@@ -315,43 +315,6 @@ def test_an_order_follows_from_the_epoch_and_leaves_random_numbers_alone(name):
     assert len({str(one), str(first), str(two)}) == 3
 
 
-class Seeded(RandomSampler):
-    """Draws from its seed and the number of the pass, as Accelerate's seedable sampler."""
-
-    def __init__(self, seed):
-        super().__init__(range(20))
-        self.initial_seed, self.epoch = seed, 0
-
-    def __iter__(self):
-        self.generator = generator(self.initial_seed + self.epoch)
-        return super().__iter__()
-
-
-LIVE = {
-    "random": lambda seed: BroadcastStream(RandomSampler(range(20), generator=generator(seed))),
-    "weighted": lambda seed: BroadcastStream(WeightedRandomSampler([1.0] * 20, 20, generator=generator(seed))),
-    "seeded": lambda seed: BroadcastStream(Seeded(seed)),
-}
-
-
-@pytest.mark.parametrize("name", LIVE)
-def test_the_state_of_a_live_order_draws_the_running_pass_and_the_later_ones_again(name):
-    stream, resumed = LIVE[name](5), LIVE[name](6)
-    orders = [list(stream.indices(0))]
-    state = stream.state_dict(0)
-    orders += [list(stream.indices(epoch)) for epoch in (1, 2)]
-    resumed.indices(0)
-    resumed.load_state_dict(state, 0)
-    assert [list(resumed.indices(epoch)) for epoch in range(3)] == orders
-
-
-def test_the_state_of_live_batches_is_the_running_pass():
-    saved, other = BroadcastUnits(Global()), BroadcastUnits(Global())
-    drawn = saved.units(2)
-    other.load_state_dict(saved.state_dict(2), 2)
-    assert other.units(2) == drawn
-
-
 FINGERPRINTS = {
     "samples": lambda n: PermutationStream(n, shuffle=True, seed=0),
     "seed": lambda n: PermutationStream(20, shuffle=True, seed=n),

@@ -13,13 +13,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_hetero.comm.agreement.shared_counter import SharedCounter
-from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core import BatchPlan, PlanEntry, PlanHistory
 from lightning_hetero.core.batching.plan import NO_LIMIT
 from lightning_hetero.core.batching.stream_steps import StreamRules
-from lightning_hetero.data.streams.claims import ClaimedShards, claimable
 from lightning_hetero.data.streams.fingerprint import fingerprint
-from lightning_hetero.data.streams.loaders import is_stream, sample_stream, with_batches
+from lightning_hetero.data.streams.loaders import with_batches
 from lightning_hetero.data.streams.own import ClaimedStreamSampler, OwnStreamSampler
 from lightning_hetero.data.streams.sampler import WholeStreamSampler
 from lightning_hetero.data.streams.source import SampleStream
@@ -259,21 +257,6 @@ def test_an_error_of_one_stream_ends_every_rank(shard):
     assert shard == "whole" or "OSError: the archive ends here" in str(other)
 
 
-@pytest.mark.parametrize("other", [range(1, 31), range(29), range(40)])
-def test_whole_streams_that_differ_are_refused(other):
-    with pytest.raises(ValueError, match="shard='whole'|left of it differ"):
-        passed("whole", [Numbered(range(30)), Numbered(other)], plans((0, 0, (5, 3))))
-
-
-@pytest.mark.parametrize(
-    ("loader", "shard"),
-    [(DataLoader(Numbered([1]), 2), "own"), (DataLoader(Sharded([1]), None), "claim"), (Loader([1]), "claim")],
-)
-def test_what_cannot_be_shared_in_that_way_is_refused(loader, shard):
-    with pytest.raises(ValueError, match=f"shard='{shard}'"):
-        SampleStream(loader, shard)
-
-
 # loaders as streams
 
 
@@ -339,54 +322,7 @@ def test_loaders_with_other_batches_keep_their_class_and_attributes():
     assert not hasattr(other, "__torch__")
 
 
-def test_streams_are_told_from_data_with_indices_and_a_setting_counts_before_the_default():
-    assert [is_stream(DataLoader(Numbered([1]), 2)), is_stream(Loader([1]))] == [True, True]
-    assert [is_stream(DataLoader([1], 2)), is_stream(None), is_stream(3)] == [False, False, False]
-    loader = DataLoader(Numbered([1]), 2)
-    assert sample_stream(loader, HeteroConfig(), default="whole").shard == "whole"
-    assert sample_stream(loader, HeteroConfig(shard="mine"), default="whole").shard == "mine"
-
-
 # shards that are claimed
-
-
-class Numbers:
-    """A counter of one process."""
-
-    def numbers(self, key, worker, workers):
-        return itertools.count(worker, workers)
-
-
-def read(dataset, order, epoch=0):
-    shards = ClaimedShards(dataset)
-    shards.begin(Numbers(), "key", epoch, order)
-    return list(shards)
-
-
-class Part(list):
-    def set_epoch(self, epoch):
-        self[:] = [f"epoch {epoch}"]
-
-
-class Shuffled:
-    """As ``datasets.IterableDataset``, whose order follows from its epoch."""
-
-    num_shards = 1
-
-    def shard(self, num_shards, index):
-        return Part()
-
-
-def test_datasets_that_can_be_claimed():
-    empty = type("Empty", (Sharded,), {"num_shards": 0})([])
-    assert [claimable(data) for data in (Sharded([1]), Shuffled(), Numbered([1]), empty, None)] == [True] * 2 + [
-        False
-    ] * 3
-    assert [s.sample for epoch in (0, 2) for s in read(Shuffled(), [(0, 0)], epoch)] == ["epoch 0", "epoch 2"]
-    with pytest.raises(RuntimeError, match="begin"):
-        next(iter(ClaimedShards(Sharded([1]))))
-    with pytest.raises(TypeError, match="shard='mine'"):
-        SampleStream(DataLoader(Sharded([1]), 2), "mine").claims  # noqa: B018
 
 
 # checksums by which ranks compare what they read

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_hetero import GNSCallback, HeteroDDPStrategy
 from lightning_hetero.core.noise.estimators import estimate_from_two_sizes, estimate_noise_scale
 from lightning_hetero.core.noise.running import RunningNoiseScale
-from tests.helpers import Points, Regressor, collected, fit, raised, trainer_of
+from tests.helpers import Points, Regressor, fit, raised, trainer_of
 from tests.ranks import run_ranks
 
 N, STEPS = 48, 4
@@ -140,9 +140,9 @@ def test_micro_batches_of_a_window_are_seen(name, ranks, count):
 class Two(Regressor):
     """Each half of the network has an optimizer of its own; both step on every batch."""
 
-    def __init__(self, steps_every=1):
+    def __init__(self):
         super().__init__(lr=0.0, momentum=0.0)
-        self.automatic_optimization, self.steps_every = False, steps_every
+        self.automatic_optimization = False
 
     def on_before_optimizer_step(self, optimizer):
         """Keeps nothing: each optimizer has other gradients."""
@@ -152,10 +152,9 @@ class Two(Regressor):
 
     def training_step(self, batch, batch_idx):
         self.manual_backward(super().training_step(batch, batch_idx))
-        if (batch_idx + 1) % self.steps_every == 0:
-            for optimizer in self.optimizers():
-                optimizer.step()
-                optimizer.zero_grad()
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(
@@ -179,23 +178,14 @@ def test_every_n_steps():
 
 
 def test_it_is_logged_under_the_fixed_names(tmp_path):
-    kwargs = {"logger": CSVLogger(str(tmp_path), name="", version=""), "max_epochs": 3}
-    first, _ = run({**OFTEN, "replan": 2}, **kwargs)
-    estimate = RunningNoiseScale.from_state_dict(first["estimate"])
-    wanted = {
-        "noise_scale": estimate.noise_scale,
-        "grad_sq_norm": estimate.grad_sq_norm,
-        "grad_variance": estimate.trace,
-    }
+    more = {"logger": CSVLogger(str(tmp_path), name="", version=""), "max_epochs": 3}
+    estimate = RunningNoiseScale.from_state_dict(run({**OFTEN, "replan": 2}, **more)[0]["estimate"])
     rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
-    for name, last in wanted.items():
-        shown = [(int(row["step"]), float(row[f"hetero/{name}"])) for row in rows if row.get(f"hetero/{name}")]
-        steps, values = zip(*shown, strict=True)
-        assert len(values) >= 5
-        assert min(values) >= 0
-        assert values[-1] == pytest.approx(last, rel=1e-6)
-        assert list(steps) == sorted(set(steps))
-        assert 3 * STEPS - 2 <= steps[-1] <= 3 * STEPS
+    last = [estimate.noise_scale, estimate.grad_sq_norm, estimate.trace]
+    for name, value in zip(("noise_scale", "grad_sq_norm", "grad_variance"), last, strict=True):
+        shown = [float(row[f"hetero/{name}"]) for row in rows if row.get(f"hetero/{name}")]
+        assert len(shown) >= 5
+        assert shown[-1] == pytest.approx(value, rel=1e-6)
 
 
 # plain ddp, one worker
@@ -245,20 +235,12 @@ def successive(steps):
 
 
 def test_a_single_worker_without_accumulation_is_flagged_biased():
-    """Also with two optimizers; those that accumulate are told that nothing is seen."""
+    """Also with two optimizers."""
     for module in (model(), Two()):
         (result,) = run("auto", 1, batch_size=4, model=module)
         assert result["estimate"]["biased"] is True
         check([result], successive([own for *_, own in result["seen"]]))
         assert result["estimate"]["samples"] == pytest.approx(N - 4)
-    ((estimate, lines),) = run_ranks(_unseen, 1)
-    assert estimate["samples"] == 0
-    assert len([line for line in lines if "several optimizers" in line]) == 1
-
-
-def _unseen(rank):
-    lines = collected()
-    return _run(rank, "auto", 1, {"batch_size": 4, "model": Two(steps_every=2)})["estimate"], lines
 
 
 # faults

@@ -23,7 +23,6 @@ from lightning_hetero.core.policies.static import StaticPlanner
 from lightning_hetero.data import PermutationStream
 from lightning_hetero.engine import HeteroEngine
 from lightning_hetero.hardware import identity
-from lightning_hetero.session import HeteroSession
 from tests.decisions.told import told_time
 from tests.helpers import Points, Regressor, collected, fit
 from tests.learned import knowing
@@ -123,36 +122,6 @@ def test_a_planner_that_lacks_something_is_refused_at_once():
         PolicyCallback(Half())
     with pytest.raises(TypeError, match="Decision"):
         Decision.of(None)
-
-
-class Sure(StaticPlanner):
-    """A step takes as many seconds as it has samples, give or take a tenth."""
-
-    def predict(self, plan, context):
-        return float(plan.total_batch_size)
-
-    def decide(self, observations, current, context):
-        return Decision(self, error=0.1 * current.total_batch_size)
-
-
-def test_steps_are_compared_with_what_was_predicted_before_they_ran():
-    """Of a plan that was not predicted when it was adopted, nothing is known until a round has seen it."""
-    found = []
-    engine = HeteroEngine(HeteroConfig(replan=8), rank=0, world_size=1, device=CPU)
-    session = HeteroSession(engine, Sure(), on_metrics=found.append)
-    batches = session.shard(PermutationStream(400, shuffle=False, seed=0), 4)
-    weight = torch.zeros(1, requires_grad=True)
-    for step, _ in enumerate(session.steps(lambda: iter(batches))):
-        with engine.backward():
-            engine.observer.bucket_done(engine.observer.bucket_ready())  # as DDP's hook does
-            weight.sum().backward()
-        if step == 8:
-            engine.adopt(BatchPlan(3, (3,)), not_before=(0, 20))
-        if step == 34:
-            break
-    names = ("hetero/total_batch_size", "hetero/predicted_step_time", "hetero/predicted_step_time_error")
-    told = [tuple(metrics.get(name) for name in names) for metrics in found]
-    assert told == [(4.0, None, None), (4.0, 4.0, 0.4), (3.0, None, None), (3.0, 3.0, pytest.approx(0.3))]
 
 
 # metrics

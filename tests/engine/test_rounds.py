@@ -158,64 +158,14 @@ def test_what_is_timed_is_the_batch_that_was_run():
     assert run_ranks(_without_samples, 2) == [([[8.0, 1.0]], 8), ([[8.0, 1.0]], 0)]
 
 
-# bounds
-
-
-def _sharded(rank, config, needs, seeds=(0, 0)):
-    """Bounds of both ranks as each of them knows them, and the sizes of the first step."""
-    session, _ = session_of(rank, 2, samples=40, batch_size=5, seed=seeds[rank], **config)
-    engine = session.engine
-    for number in needs[rank]:
-        engine.data.require_samples(number)
-    session.reshard()
-    workers, sizes = engine.workers, engine.plan.local_batch_sizes
-    session.close()
-    return workers.min_local, workers.max_local, sizes
-
-
-@pytest.mark.parametrize(
-    ("config", "needs", "bounds", "sizes"),
-    [
-        ({"max_local_batch_sizes": (4, 7)}, ((), ()), (1, (4, 7)), (4, 6)),
-        ({"local_batch_sizes": (9, 3)}, ((), ()), (1, None), (9, 3)),
-        ({}, ((), (2, 3)), (3, None), (5, 5)),  # batch normalisation needs two samples, another part three
-    ],
-    ids=str,
-)
-def test_each_rank_gets_as_much_as_it_can_hold_and_what_one_needs_all_get(config, needs, bounds, sizes):
-    assert run_ranks(_sharded, 2, config, needs) == [(*bounds, sizes)] * 2
+def _another_order(rank):
+    session_of(rank, 2, seed=rank)
 
 
 def test_ranks_that_draw_another_order_are_told():
-    errors = run_ranks(_sharded, 2, {}, ((), ()), (0, 1), expect_errors=True)
+    errors = run_ranks(_another_order, 2, expect_errors=True)
     assert [(rank, kind) for rank, kind, _ in errors] == [(0, "PlanMismatchError"), (1, "PlanMismatchError")]
     assert all("training data" in message for *_, message in errors)
-
-
-def _falls(rank, config, planner, bounds):
-    """The memory bounds of both ranks fall in the run; the plans of the round behind that, and of the last one."""
-    session, _ = session_of(rank, 2, **config)
-    engine = session.engine
-    if bounds[rank]:
-        engine.data.lower_memory_bound(bounds[rank])
-    kept = engine.exchange(planner, last=True).entry
-    try:
-        entry = engine.exchange(planner).entry
-        return kept, None if entry is None else entry.plan.local_batch_sizes
-    finally:
-        session.close()
-
-
-@pytest.mark.parametrize(
-    ("config", "planner", "sizes"),
-    [
-        ({"policy": "even"}, None, (6, 2)),
-        ({}, StaticPlanner(), (6, 2)),
-        ({"local_batch_sizes": (4, 4)}, None, None),  # what the user has fixed keeps its sizes
-    ],
-)
-def test_all_ranks_take_a_plan_within_the_bound_of_one_unless_training_ends(config, planner, sizes):
-    assert run_ranks(_falls, 2, config, planner, (None, 2)) == [(None, sizes)] * 2
 
 
 # plans of a checkpoint
