@@ -182,7 +182,8 @@ class Watch(Callback):
     def on_train_batch_end(self, trainer, pl_module, *args):
         bar = trainer.progress_bar_callback
         self.given.append(bar.get_metrics(trainer, pl_module))
-        self.texts.append(str(getattr(bar, "train_progress_bar", None)))
+        if isinstance(bar, TQDMProgressBar):
+            self.texts.append(str(bar.train_progress_bar))
 
 
 def _bars(rank):

@@ -11,6 +11,7 @@ from tests.helpers import Regressor
 
 TICK = 2.0**-12
 """Ticks add up exactly."""
+LR = 0.02
 
 
 class Told:
@@ -34,9 +35,6 @@ def told_time():
         patch.setattr(time, "perf_counter", clock)
         patch.setattr(time, "thread_time", lambda: 0.0)
         yield clock
-
-
-LR = 0.02
 
 
 def micro_batches(results):
