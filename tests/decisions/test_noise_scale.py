@@ -95,7 +95,7 @@ def _run(rank, strategy, ranks, kwargs):
 
 
 def run(strategy=OFTEN, ranks=2, **kwargs):
-    return run_ranks(_run, ranks, strategy, ranks, kwargs, start="pool" if ranks < 3 else "fork")
+    return run_ranks(_run, ranks, strategy, ranks, kwargs)
 
 
 def check(results, reference, rel=1e-6, names=("samples", "trace_sum", "sq_norm_sum")):
