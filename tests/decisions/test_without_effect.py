@@ -134,18 +134,6 @@ def test_each_front_end_says_it_once_on_rank_0_and_nothing_of_defaults(front_end
     assert run_ranks(_said, 2, front_end, {}) == [[], []]
 
 
-def _looks(rank, callback, settings):
-    lines = collected()
-    fit(rank, settings, 2, 5, callbacks=[callback], dataset=Points(10), max_epochs=1)
-    return ["staleness=0" in line for line in lines if "LookAheadCallback" in line]
-
-
-def test_that_nothing_is_delayed_is_said_only_where_it_is_so():
-    """A controller of the time to accuracy brings the callback by itself."""
-    assert run_ranks(_looks, 2, LookAheadCallback(), {}) == [[True], []]
-    assert run_ranks(_looks, 2, TTACallback(), TOPK) == [[], []]
-
-
 class Own(DistributedSampler):
     """An order of its own."""
 
