@@ -26,7 +26,7 @@ def read(folder):
 def written(folder, rounds=3, **settings):
     """A file whose folder is known in the middle of the run."""
     file = RunFile(**settings)
-    file.write(header(2, command=("train.py", "caf\udce9")))  # a name of a file whose bytes are no text
+    file.write(header(2))
     for i in range(rounds):
         if i == rounds // 2:
             file.open(folder)
@@ -91,6 +91,16 @@ def test_changes_outlive_rounds_and_are_bounded_as_well(tmp_path, reason):
         file.write(ChangeRecord(float(i), 0, i, (8, 8), reason))
         assert (tmp_path / FILE_NAME).stat().st_size <= 6000
     assert read(tmp_path).changes[-1].step == 999
+
+
+def test_a_command_whose_bytes_are_no_text_is_recorded(tmp_path):
+    file = RunFile(900)
+    file.write(header(2, command=("train.py", "caf\udce9")))
+    file.open(tmp_path)
+    for i in range(20):
+        file.write(a_round(i))
+    assert read(tmp_path).header.command[0] == "train.py"
+    assert read(tmp_path).rounds == file.run.rounds
 
 
 @pytest.mark.parametrize("moment", ["append", "rewrite", "replace", "gone", "no folder"])
