@@ -106,3 +106,12 @@ def fit(rank, strategy, world_size, batch_size, model=None, dataset=None, ckpt_p
 def covered(results, epoch):
     """All sample indices that count, over all ranks, of one epoch."""
     return sorted(i for r in results for e, _, indices in r["seen"] if e == epoch for i in indices)
+
+
+def raised(train):
+    """What a training raised, as text. Its process stays until the other ranks have come to their own errors."""
+    try:
+        train()
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return f"{type(error).__name__}: {error}"
+    return "nothing"

@@ -297,12 +297,14 @@ class PlannedShards(Sharded, Planned):
     """Both."""
 
 
-def plain_loop(rank, settings, batch_size, *, world_size, epochs=2, loss="mean", plans=None, clip=None, another=False):
-    """Plain torch, as docs/engines.md has it."""
+def plain_loop(
+    rank, settings, batch_size, *, world_size, epochs=2, loss="mean", plans=None, clip=None, stream=None, another=False
+):
+    """Plain torch, as docs/engines.md has it; ``stream`` makes the loader of a stream and says how it is shared."""
     from lightning_hetero import BatchPlan
     from lightning_hetero.comm import gradient_hook
     from lightning_hetero.config import HeteroConfig
-    from lightning_hetero.data import PermutationStream
+    from lightning_hetero.data import PermutationStream, SampleStream
     from lightning_hetero.engine import HeteroEngine
     from lightning_hetero.session import HeteroSession
 
@@ -312,8 +314,11 @@ def plain_loop(rank, settings, batch_size, *, world_size, epochs=2, loss="mean",
     engine = HeteroEngine(config, rank=rank, world_size=world_size, device=device, local_rank=rank)
     metrics = []
     session = HeteroSession(engine, on_metrics=metrics.append)
-    batches = session.shard(PermutationStream(SAMPLES, shuffle=True, seed=0), batch_size=batch_size)
-    loader = DataLoader(Points(SAMPLES), batch_sampler=batches)
+    if stream is None:
+        batches = session.shard(PermutationStream(SAMPLES, shuffle=True, seed=0), batch_size=batch_size)
+        loader = DataLoader(Points(SAMPLES), batch_sampler=batches)
+    else:
+        loader = session.shard(SampleStream(stream[0](rank), stream[1]))
     model = DistributedDataParallel(network())
     model.register_comm_hook(engine.hook_state, gradient_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, Subset
 
 from lightning_hetero.core.batching.cost.weights import CostWeights
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry, PlanHistory
@@ -37,10 +37,8 @@ class Raises(Costly):
 KNOWN = {
     "input_ids": table({"input_ids": TOKENS, "labels": [0, 1, 0, 1]}),
     "length": table({"text": list("abcd"), "length": [3, 1, 2, 4]}),
-    "mask": table({"attention_mask": TOKENS}).with_format("torch"),
     "selected": table({"input_ids": TOKENS[::-1]}).select([3, 2, 1, 0]),
     "dicts": [{"input_ids": tokens} for tokens in TOKENS],
-    "num_tokens": [{"num_tokens": len(tokens), "input_ids": [0]} for tokens in TOKENS],
     "attribute": Costly(lengths=np.array([3, 1, 2, 4])),
     "subset": Subset([{"input_ids": tokens} for tokens in [*TOKENS[::-1], [1] * 9]], [3, 2, 1, 0]),
     "text": table({"length": list("abcd"), "input_ids": TOKENS}),
@@ -49,23 +47,14 @@ KNOWN = {
 }
 UNKNOWN = {
     "costly": Costly(),
-    "tensors": TensorDataset(torch.zeros(4, 2)),
-    "list": [torch.zeros(2)],
     "columns": table({"pixels": [[1.0]]}),
     "dicts": [{"input": "text"}],
-    "empty": [],
-    "labels": table({"pixel_values": [[1.0]], "labels": [3]}),
     "nulls": table({"input_ids": [[1], None]}),
-    "no rows": table({"input_ids": []}),
     "scalars": [{"labels": torch.tensor(1)}, {"labels": torch.tensor(0)}],
     "mixed": [{"input_ids": [1]}, {"labels": [1]}],
-    "nan": [{"length": float("nan")}],
     "ragged": Costly(lengths=[[1], [2, 3], [4], [5]]),
-    "mapping": Costly(lengths={"train": 3}),
     "raises": Raises(),
     "complex": Costly(lengths=np.array([1j, 2j, 3j, 4j])),
-    "words": Costly(lengths=list("abcd")),
-    "texts": [{"labels": "cat"}, {"labels": "horse"}],
     "huge": [{"length": 10**400}],
 }
 
@@ -88,7 +77,6 @@ def test_a_function_gets_the_sample_or_the_index_and_leaves_random_numbers_alone
         random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
 
     assert computed_costs(len, TOKENS, [0, 3]) == [3.0, 4.0]
-    assert computed_costs(lambda sample: len(sample), TOKENS, [1]) == [1.0]
     assert computed_costs(lambda index: index + 0.5, Costly(), [0, 3]) == [0.5, 3.5]
     state(7)
     expected = draws()
@@ -123,28 +111,10 @@ def steps(division, *entries):
         for rank, part in enumerate(parts):
             share = part.step_at(0, number)
             assert share.sizes == tuple(map(len, shares))
-            assert division is None or share.planned == history.sizes_at(0, number, len(COSTS))[rank]
+            assert share.planned == history.sizes_at(0, number, len(COSTS))[rank]
             assert share.regular is (number < len(taken) - 1)
-            assert division is None or len(share.work) == division.features
+            assert len(share.work) == division.features
     return taken
-
-
-@pytest.mark.parametrize("sizes", [(16, 16), (24, 8), (16, 8, 4, 4)])
-@pytest.mark.parametrize("weights", [SUM, PADDED])
-def test_shares_take_equally_long(sizes, weights):
-    by_cost, by_count = (steps(division, (0, plan(sizes))) for division in (CostDivision(COSTS, weights), None))
-    assert [set().union(*shares) for shares in by_cost] == [set().union(*shares) for shares in by_count]
-
-    def imbalance(all_shares):
-        def cost(share):
-            return COSTS[share].sum() if weights is SUM else len(share) * COSTS[share].max()
-
-        times = [[cost(share) / size for share, size in zip(s, sizes, strict=True)] for s in all_shares[:-1]]
-        return float(np.mean([max(t) / np.mean(t) for t in times])), float(np.mean([max(t) for t in times]))
-
-    (even, longest), (even_by_count, longest_by_count) = imbalance(by_cost), imbalance(by_count)
-    assert even < 0.2 + 0.8 * even_by_count
-    assert longest < (1.0 if weights is SUM else 0.85) * longest_by_count
 
 
 def test_weights_of_a_plan_divide_from_its_first_step_on():
@@ -153,23 +123,6 @@ def test_weights_of_a_plan_divide_from_its_first_step_on():
     before, after = (steps(CostDivision(COSTS, weights), (0, plan(sizes))) for weights in (SUM, PADDED))
     assert mixed == before[:2] + after[2:]
     assert before[2:] != after[2:]
-
-
-def test_a_step_that_was_drawn_before_a_change_of_plan_keeps_its_shares():
-    history = [PlanHistory((PlanEntry(0, 0, plan((16, 16))),))]
-    stream = PermutationStream(len(COSTS), shuffle=True, seed=1)
-    part = UnevenBatchSampler(stream, lambda: history[0], 0, division=CostDivision(COSTS, SUM))
-    drawn = iter(part)
-    own = [next(drawn), next(drawn)]
-    before = [part.step_at(0, step) for step in (0, 1)]
-    history[0] = history[0].extended(PlanEntry(0, 2, plan((28, 4))))
-    own += drawn
-    assert [part.step_at(0, step) for step in (0, 1)] == before
-    assert list(map(len, own)) == [part.sizes_at(0, step)[0] for step in range(len(own))]
-    resumed = UnevenBatchSampler(stream, lambda: history[0], 0, division=CostDivision(COSTS, SUM), start=(0, 3))
-    assert resumed.step_at(0, 1).regular is False, "there is no order yet, so the sizes are those of the plan"
-    assert list(resumed) == own[3:]
-    assert resumed.step_at(0, 1) == before[1]
 
 
 @pytest.mark.parametrize("weights", [SUM, PADDED])
@@ -192,12 +145,7 @@ def test_a_rank_without_a_share_gets_nothing_of_a_division():
 
 
 def test_ranks_compare_ratios_of_costs_weights_and_bounds():
-    made = [
-        CostDivision(COSTS, SUM),
-        CostDivision(COSTS + 1, SUM),
-        CostDivision(COSTS, PADDED),
-        CostDivision(COSTS, SUM, min_local=2),
-        CostDivision(COSTS, SUM, max_local=(40, 40)),
-    ]
-    assert len({division.fingerprint() for division in made}) == 5
-    assert CostDivision(COSTS * 4, SUM).fingerprint() == made[0].fingerprint()
+    division = CostDivision(COSTS, SUM)
+    others = CostDivision(COSTS + 1, SUM), CostDivision(COSTS, PADDED), CostDivision(COSTS, SUM, min_local=2)
+    assert len({one.fingerprint() for one in (division, *others)}) == 4
+    assert CostDivision(COSTS * 4, SUM).fingerprint() == division.fingerprint()

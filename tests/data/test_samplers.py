@@ -8,14 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from lightning_hetero.core import BatchPlan, PlanEntry, PlanHistory
 from lightning_hetero.core.batching.cost.weights import CostWeights
 from lightning_hetero.core.batching.integer_split import joint_sizes
 from lightning_hetero.data import (
     BroadcastStream,
-    ClaimedBatchSampler,
     EvaluationBatchSampler,
     MegaBatch,
     PermutationStream,
@@ -159,32 +158,6 @@ def test_other_ranks_with_other_totals_go_on_behind_what_was_taken(kind, history
     assert sorted(i for batch in taken for i in batch) == list(range(n))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", ["permutation", "batches", "by cost"])
-def test_a_plan_changes_batches_behind_those_that_loaders_have_drawn(kind, workers):
-    history = [plans((0, 0, (4, 4)))]
-    parts = [SAMPLERS[kind](160)(lambda: history[0], rank) for rank in (0, 1)]
-    loaders = [
-        DataLoader(range(160), batch_sampler=part, num_workers=workers * rank, persistent_workers=bool(workers * rank))
-        for rank, part in enumerate(parts)
-    ]
-    for epoch in range(2):
-        for part in parts:
-            part.set_epoch(epoch)
-        seen = []
-        for step, batches in enumerate(zip(*loaders, strict=True)):
-            seen += [i for rank, b in enumerate(batches) if parts[0].sizes_at(epoch, step)[rank] for i in b.tolist()]
-            sizes = parts[0].sizes_at(epoch, step)
-            assert sizes == parts[1].sizes_at(epoch, step)
-            assert all(size in (len(batch), 0) for size, batch in zip(sizes, batches, strict=True))
-            if step == 3 and epoch == 0:
-                start = max(part.drawn for part in parts)
-                history[0] = history[0].extended(PlanEntry(*start, BatchPlan(8, (7, 1))))
-        assert sorted(seen) == list(range(160))
-    assert start == (0, 4 + workers * 2)
-    assert parts[1].sizes_at(*start)[1] < parts[1].sizes_at(0, start[1] - 1)[1]
-
-
 @given(histories(multiple=3), st.integers(1, 50), st.integers(1, 4))
 def test_sizes_are_multiples_but_for_the_last_batch_and_stand_ins_are_large_enough(history, n, least):
     stream = PermutationStream(n, shuffle=True, seed=3)
@@ -207,18 +180,6 @@ def test_full_steps_are_told_from_others_and_a_ragged_one_may_be_dropped():
     assert [joint.step_at(0, step).regular for step in range(3)] == [True, True, False]
 
 
-def test_global_batches_are_those_of_distributed_sampler():
-    n, batch, ranks = 64, 4, 2
-    ours = all_ranks(SAMPLERS["permutation"](n), plans((0, 0, (3, 5))))
-    theirs = [DistributedSampler(range(n), ranks, rank, shuffle=True, seed=3) for rank in range(ranks)]
-    for epoch in range(2):
-        for sampler in theirs:
-            sampler.set_epoch(epoch)
-        streams = [list(sampler) for sampler in theirs]
-        expected = [{i for s in streams for i in s[k : k + batch]} for k in range(0, n // ranks, batch)]
-        assert list(map(set, global_batches(ours[epoch]))) == expected
-
-
 # several loaders in one step
 
 
@@ -226,25 +187,7 @@ def in_order(samples, per_rank, drop_last=False):
     return SampleSource(PermutationStream(samples, shuffle=False, seed=0), per_rank, drop_last=drop_last)
 
 
-@given(
-    st.lists(st.integers(1, 9), min_size=1, max_size=3),
-    st.integers(1, 40),
-    st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(sum),
-)
-def test_joint_sizes_have_equal_shares_of_every_batch(multiples, unit, plan):
-    totals = [unit * k for k in multiples]
-    sizes = joint_sizes(totals, plan)
-    assert [sum(part) for part in sizes] == totals
-    for rank in range(len(plan)):
-        pairs = zip(sizes, totals, strict=True)
-        assert {part[rank] * totals[0] - sizes[0][rank] * total for part, total in pairs} == {0}
-        assert plan[rank] > 0 or sizes[0][rank] == 0
-
-
-def test_joint_sizes_keep_to_the_limits_where_that_is_possible(seed):
-    assert joint_sizes([16, 8], (20, 4), max_local=(18, 100)) == ((12, 4), (6, 2))
-    with pytest.raises(ValueError, match="max_local_batch_sizes"):
-        joint_sizes([16, 8], (20, 4), max_local=(6, 6))
+def test_a_total_is_split_within_the_limits_of_ranks_where_that_is_possible(seed):
     draw = random.Random(seed)
     for _ in range(200):
         ranks, least = draw.randint(1, 4), draw.randint(1, 3)
@@ -257,31 +200,11 @@ def test_joint_sizes_keep_to_the_limits_where_that_is_possible(seed):
         assert not possible or all(size in allowed for size, allowed in zip(sizes, choices, strict=True))
 
 
-def test_several_loaders_are_divided_in_one_proportion_and_keep_pace():
-    history = plans((0, 0, (2, 2)))
-    steps = UnitSampler(LoaderSet([in_order(16, 2), in_order(8, 1)]), lambda: history, 0, division=costs(16))
-    ahead, behind = map(iter, steps.members)
-    assert [next(ahead) for _ in range(3)] == [[0, 1], [4, 5], [8, 9]]
-    assert (steps.drawn, next(behind), steps.drawn) == ((0, 3), [0], (0, 3))
-    assert len(list(ahead)) == 1
-    assert steps.drawn == (1, 0)
-    cycled = UnitSampler(LoaderSet([in_order(12, 2), in_order(4, 2)], "max_size_cycle"), lambda: history, 0)
-    assert [list(cycled.members[1]) for _ in range(3)] == [[[0, 1]]] * 3, "as any loader ends each of its passes"
+def test_a_step_of_several_loaders_keeps_to_bounds_and_ranks_without_a_share_run_enough():
     bounded = UnitSampler(LoaderSet([in_order(8, 4)]), lambda: plans((0, 0, (7, 1))), 0, max_local=(5, 5))
     assert bounded.sizes_at(0, 0) == (5, 3)
     idle = UnitSampler(LoaderSet([in_order(8, 2)]), lambda: plans((0, 0, (4, 0))), 1, min_local=2)
     assert list(idle) == [[0, 1], [4, 5]]
-
-
-def test_parts_of_a_step_need_a_common_divisor_and_one_loader_that_is_left_none():
-    def steps(*loaders):
-        made = LoaderSet([BatchSource(SeededUnits(list(batches), seed=0)) for batches in loaders], "max_size")
-        sampler = UnitSampler(made, lambda: plans((0, 0, (2, 2, 2))), rank=0)
-        return [sum(sampler.sizes_at(0, step)) for step in range(len(sampler))]
-
-    assert steps([[i] for i in range(7)], [[i] for i in range(3)]) == [6, 3, 1]
-    with pytest.raises(ValueError, match="divisor"):
-        steps([[i] for i in range(6)], [[0], [1], [2, 3]])
 
 
 def test_batches_count_by_their_mean_and_a_state_keeps_it():
@@ -338,39 +261,6 @@ def test_an_epoch_is_covered_once_in_any_order_of_claims(sizes, samples, size, l
     assert sorted(seen) == list(range(samples))
 
 
-def test_a_rest_is_shared_in_proportion_or_joins_the_mega_batch_before():
-    mega = MegaBatch.at(40, samples=50, size=40, batch_sizes=(8, 8, 4))
-    assert [len(mega.first(rank)) for rank in range(3)] == [4, 4, 2]
-    assert [MegaBatch.at(0, samples=n, size=40, batch_sizes=(8, 8, 4)).stop for n in (42, 43)] == [42, 40]
-    with pytest.raises(ValueError, match="total=2"):
-        MegaBatch.at(0, samples=2, size=40, batch_sizes=(8, 8, 4))
-
-
-def test_claims_are_asked_for_when_batches_are_drawn_in_the_order_of_their_epoch():
-    asked, spans = [], iter([range(0, 2), range(3, 4), None])
-    stream = PermutationStream(4, shuffle=True, seed=0)
-    sampler = ClaimedBatchSampler(stream, lambda epoch, first: asked.append((epoch, first)) or next(spans), expected=2)
-    batches = iter(sampler)
-    sampler.sampler.set_epoch(3)
-    assert not asked
-    order = stream.indices(3)
-    assert [*batches] == [[order[0], order[1]], [order[3]]]
-    assert (asked, len(sampler)) == ([(3, True), (3, False), (3, False)], 2)
-
-
-def test_who_has_run_out_of_own_data_repeats_a_batch_that_does_not_count():
-    shards = OwnShards(lambda own: [own, 4], lambda: 2, rows=len)
-    assert [(batch, shards.rows_at(0, step)) for step, batch in enumerate(shards.batches(iter(["ab", "c"])))] == [
-        ("ab", 2),
-        ("c", 1),
-        ("c", 0),
-        ("c", 0),
-    ]
-    for length in (None, 0):
-        with pytest.raises(ValueError, match="shard='mine'.*rank 1"):
-            OwnShards(lambda own, length=length: [own, length], lambda: 2)
-
-
 # orders
 
 
@@ -401,9 +291,7 @@ def seeded_stream(sampler):
 
 ORDERS = {
     "permutation": lambda: PermutationStream(30, shuffle=True, seed=7).indices,
-    "weighted": lambda: seeded_stream(WeightedRandomSampler([1.0, 2.0, 3.0], 30)),
     "weighted, a generator": lambda: seeded_stream(WeightedRandomSampler([1.0, 2.0, 3.0], 30, generator=generator(5))),
-    "random": lambda: seeded_stream(RandomSampler(range(30))),
     "distributed": lambda: seeded_stream(DistributedSampler(range(30), 1, 0)),
     "batches": lambda: SeededUnits(Passes(), seed=7).units,
     "batches of the process": lambda: SeededUnits(Global(), seed=7).units,
@@ -427,81 +315,12 @@ def test_an_order_follows_from_the_epoch_and_leaves_random_numbers_alone(name):
     assert len({str(one), str(first), str(two)}) == 3
 
 
-def test_orders_of_two_epochs_are_drawn_once_each():
-    order = SeededUnits(Passes(), seed=0)
-    first = order.units(0)
-    order.units(1)
-    assert order.units(0) is first
-
-
-@pytest.mark.parametrize("make", [SeededUnits, BroadcastUnits])
-def test_batch_samplers_are_told_the_epoch(make):
-    for batches in (Passes(), type("Outer", (), {"sampler": Passes(), "__iter__": lambda self: iter([[0]])})()):
-        order = make(batches, **({"seed": 0} if make is SeededUnits else {}))
-        order.draw(3)
-        assert batches.sampler.epoch == 3
-
-
-def test_live_orders_are_those_of_rank_0s_sampler_drawn_once_a_pass():
-    box = {}
-    first = BroadcastStream(RandomSampler(range(20), generator=generator(1)), lambda order: box.setdefault(0, order), 0)
-    other = BroadcastStream(RandomSampler(range(20), generator=generator(2)), lambda order: box[0], 1)
-    alone = RandomSampler(range(20), generator=generator(1))
-    assert list(first.indices(0)) == list(other.indices(0)) == list(first.indices(0)) == list(alone)
-    box.clear()
-    assert list(first.indices(1)) == list(alone)
-    in_order = BroadcastStream(SequentialSampler(range(4)), lambda value: pytest.fail("nothing to share"))
-    assert list(in_order.indices(3)) == [0, 1, 2, 3]
-    told = BroadcastUnits(list(Ragged(8)), lambda value: value)
-    assert told.units(0) == list(Ragged(8))
-
-
-class Seeded(RandomSampler):
-    """Draws from its seed and the number of the pass, as Accelerate's seedable sampler."""
-
-    def __init__(self, seed):
-        super().__init__(range(20))
-        self.initial_seed, self.epoch = seed, 0
-
-    def __iter__(self):
-        self.generator = generator(self.initial_seed + self.epoch)
-        return super().__iter__()
-
-
-LIVE = {
-    "random": lambda seed: BroadcastStream(RandomSampler(range(20), generator=generator(seed))),
-    "weighted": lambda seed: BroadcastStream(WeightedRandomSampler([1.0] * 20, 20, generator=generator(seed))),
-    "seeded": lambda seed: BroadcastStream(Seeded(seed)),
-}
-
-
-@pytest.mark.parametrize("name", LIVE)
-def test_the_state_of_a_live_order_draws_the_running_pass_and_the_later_ones_again(name):
-    stream, resumed = LIVE[name](5), LIVE[name](6)
-    orders = [list(stream.indices(0))]
-    state = stream.state_dict(0)
-    orders += [list(stream.indices(epoch)) for epoch in (1, 2)]
-    resumed.indices(0)
-    resumed.load_state_dict(state, 0)
-    assert [list(resumed.indices(epoch)) for epoch in range(3)] == orders
-
-
-def test_the_state_of_live_batches_is_the_running_pass():
-    saved, other = BroadcastUnits(Global()), BroadcastUnits(Global())
-    drawn = saved.units(2)
-    other.load_state_dict(saved.state_dict(2), 2)
-    assert other.units(2) == drawn
-
-
 FINGERPRINTS = {
     "samples": lambda n: PermutationStream(n, shuffle=True, seed=0),
-    "shuffling": lambda n: PermutationStream(20, shuffle=n > 20, seed=0),
     "seed": lambda n: PermutationStream(20, shuffle=True, seed=n),
     "sampler": lambda n: SamplerStream(RandomSampler(range(n)), seed=0),
-    "live": lambda n: BroadcastStream(RandomSampler(range(n))),
-    "kind": lambda n: BroadcastStream((RandomSampler if n > 20 else SequentialSampler)(range(20))),
-    "batches": lambda n: SeededUnits([[0, 1], [2, n]], seed=0),
-    "order of batches": lambda n: SeededUnits([[0, 1] if n > 20 else [1, 0], [2]], seed=0),
+    "live": lambda n: BroadcastStream((RandomSampler if n > 20 else SequentialSampler)(range(20))),
+    "batches": lambda n: SeededUnits([[0, 1] if n > 20 else [1, 0], [2]], seed=0),
     "loaders": lambda n: LoaderSet([in_order(n, 2)]),
     "costs": lambda n: costs(n),
 }
@@ -511,16 +330,6 @@ FINGERPRINTS = {
 def test_ranks_can_compare_their_data_by_a_number(name):
     make = FINGERPRINTS[name]
     assert make(20).fingerprint() == make(20).fingerprint() != make(21).fingerprint()
-
-
-def test_orders_of_later_epochs_are_compared_once_each():
-    order, told = SeededUnits([[0, 1], [2]], seed=0), []
-    order.draw(1)
-    order.compare_by(lambda what, value: told.append((what, value)))
-    for epoch in (0, 1, 1, 2):
-        order.draw(epoch)
-    assert [what.split()[4] for what, _ in told] == ["1", "2"]
-    assert len({value for _, value in told}) == 1
 
 
 class Liar(SequentialSampler):
@@ -537,17 +346,16 @@ class Fails:
     ("make", "error", "says"),
     [
         (lambda: PermutationStream(0, shuffle=True, seed=0), ValueError, "at least one"),
-        (lambda: SamplerStream(SequentialSampler([]), seed=0), ValueError, "at least one"),
         (lambda: BroadcastStream(SequentialSampler([])), ValueError, "at least one"),
         (lambda: SamplerStream(Liar(range(4)), seed=0).indices(0), ValueError, "Liar.* 4 .* 3"),
         (lambda: BroadcastStream(Liar(range(4))).indices(0), ValueError, "Liar.* 4 .* 3"),
         (lambda: SeededUnits([], seed=0).units(0), ValueError, "at least one"),
-        (lambda: SeededUnits([[]], seed=0).units(0), ValueError, "at least one"),
-        (lambda: SeededUnits(["ab"], seed=0).units(0), TypeError, "list of indices"),
         (lambda: SeededUnits([3], seed=0).units(0), TypeError, "list of indices"),
         (lambda: SeededUnits(itertools.repeat([0, 1]), seed=0, samples=10).units(0), ValueError, "10 samples"),
         (lambda: BroadcastUnits(itertools.repeat([0, 1]), samples=10).units(0), ValueError, "10 samples"),
         (lambda: BroadcastUnits(Fails()).units(0), ValueError, "RuntimeError: no file"),
+        (lambda: OwnShards(lambda own: [own, None], lambda: 2), ValueError, "shard='mine'.*rank 1"),
+        (lambda: MegaBatch.at(0, samples=2, size=40, batch_sizes=(8, 8, 4)), ValueError, "total=2"),
         (lambda: EvaluationBatchSampler(2, 1, lambda: (1, 1, 1), 0, 3), ValueError, "balance_evaluation"),
     ],
 )

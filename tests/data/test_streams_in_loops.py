@@ -1,18 +1,20 @@
-"""Streams in loops of one's own, by Fabric and Accelerate: as under the Trainer, equal to one process."""
+"""Streams in loops of one's own: plans, resumes, defaults and refusals; and streams of ``datasets`` under the Trainer.
+
+That gradients and weights are those of one process while no plan changes is in tests/one_process.
+"""
 
 import itertools
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
+from lightning.fabric import Fabric
 from torch.utils.data import DataLoader
 
-from lightning_hetero import BatchPlan
+from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy
 from tests.data.kinds import CHANGED, SPLITS, claimed, trained
 from tests.helpers import Points
-from tests.loops import flat, flat_grads, network, one_process
+from tests.loops import FRONT_ENDS, one_process, plain_loop
 from tests.ranks import run_ranks
 from tests.streams import SAMPLES, Numbered, sizes_of, taken, thirds
 
@@ -27,105 +29,20 @@ STREAMS = {
 }
 
 
-def prepared():
-    model = network()
-    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+def _run(rank, loop, data, settings, given, layout):
+    if loop == "plain torch":
+        rest = {name: value for name, value in settings.items() if name != "shard"}
+        return plain_loop(rank, rest, 4, world_size=2, stream=(STREAMS[data], settings["shard"]), **given)
+    if layout:
+        from accelerate.utils import DataLoaderConfiguration
+
+        given = {**given, "dataloader_config": DataLoaderConfiguration(**layout)}
+    loader = lambda rank, batch_size, dataset, **_: STREAMS[data](rank)  # noqa: E731
+    return FRONT_ENDS[loop](rank, settings, 4, world_size=2, loader=loader, **given)
 
 
-def steps(session, model, optimizer, backward, passes, *, adopt=None, save=None):
-    """Two passes, of which the first may be the rest of one; adopts a plan behind the second step, and saves there."""
-    seen, grads, number = [], [], 0
-    for loader in passes:
-        for x, y, index in loader:
-            epoch, step = session.position[0], session.position[1] - 1
-            seen.append((epoch, step, index[: session.engine.own_size].tolist()))
-            backward(nn.functional.mse_loss(model(x), y))
-            grads.append(flat_grads(model))
-            optimizer.step()
-            optimizer.zero_grad()
-            if (epoch, step) == (0, 1) and adopt:
-                adopt(BatchPlan(sum(CHANGED), CHANGED))
-            number += 1
-            if number == 4 and save:
-                save()
-    history = [(e.epoch, e.step, e.plan.local_batch_sizes) for e in session.engine.plan_history]
-    return {"seen": seen, "weights": flat(model), "grads": np.stack(grads), "history": history}
-
-
-def fabric(rank, loader, settings, plan=False, save=None, resume=None):
-    from lightning.fabric import Fabric
-
-    from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy
-
-    one = Fabric(accelerator="cpu", devices=2, strategy=HeteroDDPStrategy(**settings))
-    one.launch()
-    model, optimizer = one.setup(*prepared())
-    loader = one.setup_dataloaders(loader)
-    state = {"model": model, "optimizer": optimizer, "loader": loader}
-    if resume:
-        one.load(resume, state)
-    given = {"adopt": one.strategy.adopt if plan else None, "save": save and (lambda: one.save(save, state))}
-    found = steps(one.strategy.session, model, optimizer, one.backward, [loader] * 2, **given)
-    one.strategy.teardown()
-    return found
-
-
-def accelerate(rank, loader, settings, plan=False, save=None, resume=None, **config):
-    from accelerate.utils import DataLoaderConfiguration
-
-    from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
-
-    layout = DataLoaderConfiguration(**config)
-    one = HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin(**settings), dataloader_config=layout)
-    model, optimizer, loader = one.prepare(*prepared(), loader)
-    passes = [loader] * 2
-    if resume:
-        one.load_state(resume)
-        passes[0] = one.skip_first_batches(loader)
-    given = {"adopt": one.adopt if plan else None, "save": save and (lambda: one.save_state(save))}
-    found = steps(one.hetero_session, model, optimizer, one.backward, passes, **given)
-    one.end_training()
-    return found
-
-
-def own_loop(rank, loader, settings, plan=False, save=None, resume=None):
-    """A session, DDP and nothing else."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    from lightning_hetero.comm import gradient_hook
-    from lightning_hetero.config import HeteroConfig
-    from lightning_hetero.data import SampleStream
-    from lightning_hetero.engine import HeteroEngine
-    from lightning_hetero.session import HeteroSession
-
-    dist.init_process_group("gloo")
-    shard = settings.pop("shard")
-    engine = HeteroEngine(HeteroConfig(**settings), rank=rank, world_size=2, device=torch.device("cpu"))
-    session, (model, optimizer) = HeteroSession(engine), prepared()
-    model = DistributedDataParallel(model)
-    model.register_comm_hook(engine.hook_state, gradient_hook)
-    session.watch(model)
-    batches = session.shard(SampleStream(loader, shard))
-
-    def backward(loss):
-        with engine.backward():
-            engine.scale_loss(loss).backward()
-
-    passes = (session.steps(lambda: iter(batches)) for _ in range(2))
-    found = steps(session, model, optimizer, backward, passes, adopt=session.adopt if plan else None)
-    session.close()
-    return found
-
-
-LOOPS = {"fabric": fabric, "accelerate": accelerate, "own loop": own_loop}
-
-
-def _run(rank, loop, data, settings, given):
-    return LOOPS[loop](rank, STREAMS[data](rank), settings, **given)
-
-
-def run(loop, data, settings, **given):
-    return run_ranks(_run, 2, loop, data, settings, given)
+def run(loop, data, settings, layout=None, **given):
+    return run_ranks(_run, 2, loop, data, settings, given, layout)
 
 
 def check_equal(results):
@@ -136,9 +53,9 @@ def check_equal(results):
 
 
 @pytest.mark.parametrize("shard", ["mine", "whole"])
-@pytest.mark.parametrize("loop", LOOPS)
-def test_gradients_are_those_of_one_process_and_a_plan_changes_the_next_batches(loop, shard):
-    results = run(loop, shard, {**SIZES, "shard": shard}, plan=True)
+@pytest.mark.parametrize("loop", ["fabric", "accelerate", "plain torch"])
+def test_a_plan_changes_the_next_batches_and_not_the_result(loop, shard):
+    results = run(loop, shard, {**SIZES, "shard": shard}, plans={(0, 1): CHANGED})
     assert taken(results, 0) == taken(results, 1) == EVERYTHING
     check_equal(results)
     _, first, sizes = results[0]["history"][-1]
@@ -155,7 +72,7 @@ def test_gradients_are_those_of_one_process_and_a_plan_changes_the_next_batches(
 )
 def test_training_is_resumed_where_it_was(loop, shard, tmp_path):
     settings, place = {**SIZES, "shard": shard}, str(tmp_path / "state")
-    whole = run(loop, shard, settings, save=place)
+    whole = run(loop, shard, settings, save={4: place})
     rest = run(loop, shard, settings, resume=place)
     begun = [{"seen": r["seen"][:4]} for r in whole]
     for epoch in range(2):
@@ -167,18 +84,18 @@ def test_training_is_resumed_where_it_was(loop, shard, tmp_path):
             np.testing.assert_allclose(after["weights"], before["weights"], rtol=0, atol=1e-12)
 
 
-CASES = {
-    "fabric takes each rank's": ("fabric", "mine", SIZES, {}, SPLITS[2]),
-    "accelerate takes the whole": ("accelerate", "whole", SIZES, {}, SPLITS[2]),
-    "nothing is dispatched": ("accelerate", "whole", SIZES, {"dispatch_batches": True}, SPLITS[2]),
-    "a batch of all": ("accelerate", "whole", {"replan": "epoch"}, {"split_batches": True}, (2, 2)),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_defaults_are_those_of_the_front_ends(case):
-    loop, data, settings, given, sizes = CASES[case]
-    results = run(loop, data, settings, **given)
+@pytest.mark.parametrize(
+    ("loop", "data", "settings", "layout", "sizes"),
+    [
+        ("fabric", "mine", SIZES, None, SPLITS[2]),
+        ("accelerate", "whole", SIZES, None, SPLITS[2]),
+        ("accelerate", "whole", SIZES, {"dispatch_batches": True}, SPLITS[2]),  # nothing is dispatched
+        ("accelerate", "whole", {"replan": "epoch"}, {"split_batches": True}, (2, 2)),  # a batch is that of all ranks
+    ],
+    ids=["Fabric", "Accelerate", "dispatched", "split"],
+)
+def test_defaults_are_those_of_the_front_ends(loop, data, settings, layout, sizes):
+    results = run(loop, data, settings, layout)
     assert taken(results) == EVERYTHING
     assert sizes_of(results)[0] == sizes
 
@@ -193,35 +110,22 @@ def test_defaults_are_those_of_the_front_ends(case):
 )
 @pytest.mark.parametrize("loop", ["fabric", "accelerate"])
 def test_what_cannot_be_is_refused_on_every_rank(loop, data, settings, says):
-    errors = run_ranks(_run, 2, loop, data, settings, {}, expect_errors=True)
+    errors = run_ranks(_run, 2, loop, data, settings, {}, None, expect_errors=True)
     assert [rank for rank, *_ in errors] == [0, 1]
     assert all(says in text for *_, text in errors)
 
 
-def _even(rank, loop):
-    """The loader of the script, and the batches that it gets."""
-    if loop == "fabric":
-        from lightning.fabric import Fabric
-
-        from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy
-
-        one = Fabric(accelerator="cpu", devices=2, strategy=HeteroDDPStrategy(policy="even"))
-        one.launch()
-        loader = one.setup_dataloaders(STREAMS["mine"](rank))
-    else:
-        from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
-
-        one = HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin(policy="even"))
-        _, loader = one.prepare(prepared()[1], DataLoader(Numbered(range(16)), 4))
-    return [index.tolist() for *_, index in loader]
+def _even(rank):
+    """The batches that a script gets; it could not train on them, for ranks have unequal numbers of them."""
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=HeteroDDPStrategy(policy="even"))
+    fabric.launch()
+    return [index.tolist() for *_, index in fabric.setup_dataloaders(STREAMS["mine"](rank))]
 
 
 def test_an_even_policy_leaves_a_stream_as_it_is():
-    for rank, batches in enumerate(run_ranks(_even, 2, "fabric")):
+    for rank, batches in enumerate(run_ranks(_even, 2)):
         own = list(thirds(rank))
         assert batches == [own[i : i + 4] for i in range(0, len(own), 4)]
-    for rank, batches in enumerate(run_ranks(_even, 2, "accelerate")):
-        assert batches == [list(range(first, first + 4)) for first in (4 * rank, 8 + 4 * rank)]
 
 
 # streams of ``datasets``
@@ -251,9 +155,7 @@ def _hugging_face(rank, by_rank, shard, workers):
     return trained(rank, 2, loader, {"local_batch_sizes": (4, 1), "shard": shard})
 
 
-@pytest.mark.parametrize(
-    ("by_rank", "shard", "workers"), [(False, "claim", 0), (False, "claim", 2), (False, "whole", 0), (True, "mine", 2)]
-)
+@pytest.mark.parametrize(("by_rank", "shard", "workers"), [(False, "claim", 2), (False, "whole", 0), (True, "mine", 2)])
 def test_streams_of_datasets_have_each_sample_once(by_rank, shard, workers):
     results = run_ranks(_hugging_face, 2, by_rank, shard, workers)
     assert taken(results, 0) == taken(results, 1) == EVERYTHING

@@ -1,7 +1,4 @@
-"""Noise scale and moving total in loops of the user's own: Fabric, Accelerate, plain torch."""
-
-from contextlib import nullcontext
-from itertools import product
+"""Noise scale and moving total in loops of the user's own: Fabric and Accelerate, both by a session."""
 
 import numpy as np
 import pytest
@@ -9,25 +6,17 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import Precision
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_hetero import GNSCallback
 from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
-from lightning_hetero.comm import gradient_hook
-from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.lr_scaling import lr_gain
 from lightning_hetero.core.noise.running import RunningNoiseScale
-from lightning_hetero.data import PermutationStream
-from lightning_hetero.engine import HeteroEngine
-from lightning_hetero.session import HeteroSession
 from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as FabricStrategy
-from tests.decisions.told import TICK, told_time
-from tests.helpers import Points, Regressor, fit
+from tests.decisions.told import LR, TICK, replay, told_time
+from tests.helpers import Points, Regressor, fit, raised
 from tests.loops import flat, global_batches, network
 from tests.ranks import run_ranks
-
-LR = 0.02
 
 
 class Loop:
@@ -35,8 +24,6 @@ class Loop:
 
     Each optimizer has half of the parameters; with unequal rates the weights are not those of one process.
     """
-
-    ahead = {}  # how the loader fetches batches ahead
 
     def __init__(
         self, settings, batch_size, *, dataset, accumulate=1, adam=False, scaled=False, lr=LR, shuffle=True, logs=None
@@ -46,7 +33,8 @@ class Loop:
         self.inner = network()
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
         kind, parameters = torch.optim.Adam if adam else torch.optim.SGD, list(self.inner.parameters())
-        self.raw = [kind(half, lr=lr) for half in (parameters[:2], parameters[2:])]
+        momentum = {} if adam else {"momentum": 0.9}
+        self.raw = [kind(half, lr=lr, **momentum) for half in (parameters[:2], parameters[2:])]
         self.raw[0].register_step_post_hook(lambda optimizer, *_: self.used.append(optimizer.param_groups[0]["lr"]))
         self.schedules = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: 0.99**step) for one in self.raw]
         self.first = 0
@@ -54,7 +42,7 @@ class Loop:
         self.batches = self.loader
 
     def data(self):
-        return DataLoader(self.dataset, self.batch_size, shuffle=self.shuffle, **self.ahead)
+        return DataLoader(self.dataset, self.batch_size, shuffle=self.shuffle)
 
     def final(self):
         step = self.session.position[1]
@@ -84,6 +72,7 @@ class Loop:
             "weights": flat(self.inner),
             "seen": self.seen,
             "used": self.used,
+            "windows": [self.accumulate] * len(self.seen),
             "scheduled": self.scheduled,
             "metrics": self.metrics,
             "history": [(e.epoch, e.step, e.plan.local_batch_sizes) for e in session.engine.plan_history],
@@ -177,60 +166,7 @@ class AccelerateLoop(Loop):
         self.accelerator.end_training()
 
 
-class PlainLoop(Loop):
-    """Of somebody who uses no trainer at all."""
-
-    def set_up(self, settings):
-        if not torch.distributed.is_initialized():
-            torch.distributed.init_process_group("gloo")
-        rank, device = torch.distributed.get_rank(), torch.device("cpu")
-        mechanism = HeteroEngine(HeteroConfig(**settings), rank=rank, world_size=2, device=device, local_rank=rank)
-        self.session = HeteroSession(mechanism, on_metrics=self.metrics.append, directory=self.logs)
-        stream = PermutationStream(len(self.dataset), shuffle=self.shuffle, seed=0)
-        self.inside = DataLoader(self.dataset, batch_sampler=self.session.shard(stream, self.batch_size), **self.ahead)
-        self.model = DistributedDataParallel(self.inner)
-        self.model.register_comm_hook(mechanism.hook_state, gradient_hook)
-        self.optimizers, self.loader = self.raw, self
-        self.session.lead(self.raw, scaler=self.scaler)
-
-    def __len__(self):
-        return len(self.inside)
-
-    def __iter__(self):
-        return self.session.steps(lambda: iter(self.inside))
-
-    def step(self, x, y):
-        final = self.final()
-        with nullcontext() if final else self.model.no_sync(), self.session.engine.backward():
-            loss = nn.functional.mse_loss(self.model(x), y) / self.accumulate
-            loss = self.session.engine.scale_loss(loss)
-            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-        return final
-
-    def parts(self):
-        return {"model": self.inner} | numbered("optimizer", self.raw) | numbered("schedule", self.schedules)
-
-    def save(self, path, epoch):
-        state = {name: part.state_dict() for name, part in self.parts().items()}
-        session = {**self.session.interval(), **self.session.state_dict()}
-        if self.session.engine.rank == 0:
-            torch.save({**state, "session": session}, path)
-        torch.distributed.barrier()
-
-    def load(self, path):
-        state = torch.load(path, weights_only=True)
-        for name, part in self.parts().items():
-            part.load_state_dict(state[name])
-        self.session.load_state_dict(state["session"])
-        self.session.skip()
-        self.first = self.session.position[0]
-
-    def end(self):
-        self.session.close()
-        del self.model  # or it would free the default group, by its reducer
-
-
-LOOPS = {"fabric": FabricLoop, "accelerate": AccelerateLoop, "plain": PlainLoop}
+LOOPS = {"fabric": FabricLoop, "accelerate": AccelerateLoop}
 every_loop = pytest.mark.parametrize("loop", LOOPS)
 
 # the noise scale
@@ -304,31 +240,25 @@ def test_the_noise_scale_is_that_of_the_trainer(loop, trainers):
             assert shown[-1]["hetero/noise_scale"] == pytest.approx(last.noise_scale)
             assert shown[-1]["hetero/grad_sq_norm"] == last.grad_sq_norm
             assert shown[-1]["hetero/grad_variance"] == last.trace
-            assert one["steps"] == 0.0
-            assert not any("hetero/lr_gain" in metrics for metrics in one["metrics"])
 
 
 # the moving total
 
-BREAKS = (16, 24, 25)
-"""Optimizer steps until a checkpoint: in the middle of an epoch, before and between sync rounds, and at its end."""
+SAMPLES = {"fabric": 264, "accelerate": 256}  # Accelerate's loader is ahead
+BREAKS = (16, 24)
+"""Optimizer steps until a checkpoint: in the middle of an epoch, between sync rounds and before one."""
 
 
 def _moving(rank, loop, folder, resume, kwargs):
     """A run whose time is told; its noise is what it is."""
-    kwargs = dict(kwargs)
-    breaks, ahead = kwargs.pop("breaks", BREAKS), kwargs.pop("ahead", {})
-    settings = {"max_total_batch_size": 64, **kwargs.pop("settings", {})}
     with told_time() as clock:
-        samples = 256 if loop == "accelerate" and not ahead else 264  # Accelerate's loader is ahead
-        made = type("Made", (LOOPS[loop],), {"ahead": ahead})
-        logs = folder / f"logs-{resume}"
-        training = made(settings, kwargs.pop("batch_size", 4), dataset=Points(samples), logs=logs, **kwargs)
+        given = {"batch_size": 4, "dataset": Points(SAMPLES[loop]), "logs": folder / f"logs-{resume}", **kwargs}
+        training = LOOPS[loop]({"max_total_batch_size": 64}, **given)
         training.pace = lambda rank, count: clock.spend((16 + count * (1, 4)[rank]) * TICK)
         if resume:
             training.load(str(folder / f"{resume}"))
-        result = training.train(rank, 4, save={} if resume else {at: str(folder / f"{at}") for at in breaks})
-    return {**result, "samples": samples}
+        saves = {} if resume or "accumulate" in kwargs else {at: str(folder / f"{at}") for at in BREAKS}
+        return training.train(rank, 4, save=saves)
 
 
 @pytest.fixture(scope="module")
@@ -344,29 +274,14 @@ def moved(tmp_path_factory):
     return of
 
 
-def one_process(results, count=1):
-    """Weights of one process that follows the same batches and rates."""
-    model, data, used = network(), Points(results[0]["samples"]), iter(results[0]["used"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    steps = [at[:2] for at in results[0]["seen"]]
-    for i, indices in enumerate(global_batches(results)):
-        (nn.functional.mse_loss(model(data.x[indices]), data.y[indices]) / count).backward()
-        if (steps[i][1] + 1) % count == 0 or i + 1 == len(steps) or steps[i + 1][0] != steps[i][0]:
-            optimizer.param_groups[0]["lr"] = next(used)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert next(used, None) is None
-    return flat(model)
-
-
-def check(results):
+def check(results, samples):
     """Each sample once an epoch, the weights of one process, and the factor of the rate beside its schedule."""
     first, second = results
     for epoch in range(4):
         taken = sorted(i for r in results for e, _, indices in r["seen"] if e == epoch for i in indices)
-        assert taken == list(range(first["samples"]))
+        assert taken == list(range(samples))
     np.testing.assert_array_equal(first["weights"], second["weights"])
-    np.testing.assert_allclose(first["weights"], one_process(results), rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(first["weights"], replay(results, Points(samples))[0], rtol=1e-12, atol=1e-13)
     assert first["used"] == second["used"]
     assert first["scheduled"] == pytest.approx([LR * 0.99**k for k in range(len(first["scheduled"]))])
     assert first["rates"] == pytest.approx([LR * 0.99 ** len(first["used"])] * 2), "a state has the scheduled rate"
@@ -379,7 +294,7 @@ def check(results):
 def test_a_decision_changes_the_next_total_and_the_rate(loop, moved):
     results, folder = moved(loop)
     first, second = results
-    check(results)
+    check(results, SAMPLES[loop])
     totals = [sum(sizes) for _, _, sizes in first["history"]]
     assert totals[0] == 8
     assert len(set(totals)) > 2
@@ -397,15 +312,9 @@ def test_a_decision_changes_the_next_total_and_the_rate(loop, moved):
     assert first["metrics"] == second["metrics"]
     assert totals[-1] in first["candidates"]
     assert second["candidates"] == []
-    if loop != "fabric":  # its folder is that of its logger, which these loops have none of
+    if loop == "accelerate":  # its folder is that of its logger, which these loops have none of
         rows = (next(folder.rglob("hetero_candidates.csv"))).read_text().splitlines()
         assert str(totals[-1]) in [row.split(",")[1] for row in rows if row.endswith(",1")]
-
-
-def same_steps(full, part, at):
-    """Number of steps after the break in which a run without it and the rest of one with it train on the same."""
-    rest = full["seen"][at:]
-    return next((n for n, (one, other) in enumerate(zip(rest, part["seen"], strict=False)) if one != other), len(rest))
 
 
 @every_loop
@@ -413,35 +322,22 @@ def same_steps(full, part, at):
 def test_a_resumed_run_keeps_total_rates_and_noise_and_decides_by_new_times(loop, at, moved):
     """What is decided on times of another process is not repeated: the next decision comes after eight new steps."""
     whole, folder = moved(loop)
-    ends = [step for step, (epoch, first, _) in enumerate(whole[0]["seen"]) if epoch and not first]
     rest = run_ranks(_moving, 2, loop, folder, at, {})
     assert rest[0]["history"] == rest[1]["history"]
     assert rest[0]["history"][0] in whole[0]["history"], "the plan of the checkpoint"
     assert any(sum(sizes) != sum(rest[0]["history"][0][2]) for _, _, sizes in rest[0]["history"]), "decides"
     for full, part in zip(whole, rest, strict=True):
-        assert same_steps(full, part, at) > 0 or at in ends  # where an epoch begins, the whole run decides at once
-        now = slice(0, 0 if at in ends else 1)  # then, a sync round of the run without a break moves its rate
-        assert part["used"][now] == pytest.approx(full["used"][at:][now], rel=1e-12)
+        assert part["seen"][0] == full["seen"][at]
+        assert part["used"][0] == pytest.approx(full["used"][at], rel=1e-12)
         first = next((n for n, index in enumerate(part["seen"]) if index[:2] >= part["history"][1][:2]), None)
         assert first is None or first >= 8
 
 
-def test_a_plan_that_was_yet_to_come_comes_after_a_resume(tmp_path):
-    """The ranks have agreed on it after eight steps, for the first step whose batch the loader had not fetched."""
-    more = {"breaks": (10,), "ahead": {"num_workers": 1, "prefetch_factor": 5}}
-    whole = run_ranks(_moving, 2, "plain", tmp_path, 0, more)
-    epoch, step, sizes = whole[0]["history"][1]
-    assert (epoch, step) > (0, 10)
-    for full, part in zip(whole, run_ranks(_moving, 2, "plain", tmp_path, 10, more), strict=True):
-        assert same_steps(full, part, 10) > step - 10 + 1
-        assert part["history"][1] == (epoch, step, sizes)
-
-
 @every_loop
 def test_a_total_moves_in_windows_of_micro_batches(loop, tmp_path):
-    results = run_ranks(_moving, 2, loop, tmp_path, 0, {"batch_size": 2, "accumulate": 2, "breaks": ()})
+    results = run_ranks(_moving, 2, loop, tmp_path, 0, {"batch_size": 2, "accumulate": 2})
     first = results[0]
-    np.testing.assert_allclose(first["weights"], one_process(results, 2), rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(first["weights"], replay(results, Points(SAMPLES[loop]))[0], rtol=1e-12, atol=1e-13)
     assert len({sum(sizes) for _, _, sizes in first["history"]}) > 1
     assert all(step % 2 == 0 for _, step, _ in first["history"])
 
@@ -449,33 +345,33 @@ def test_a_total_moves_in_windows_of_micro_batches(loop, tmp_path):
 # what is refused
 
 
-def _refused(rank, loop, settings, led):
-    training = LOOPS[loop]({"replan": 3, **settings}, 2, dataset=Points(48), accumulate=2)
-    if not led:
-        training.session.lead([])
-    return training.train(rank, 1)["used"]
-
-
 REFUSED = {
-    "one micro-batch above": ({"max_total_batch_size": 3}, True, "max_total_batch_size=3"),
-    "above": ({"max_total_batch_size": 7}, True, "max_total_batch_size=7"),
-    "below": ({"max_total_batch_size": 64, "min_total_batch_size": 9}, True, "min_total_batch_size=9"),
-    "no optimizer": ({"max_total_batch_size": 16}, False, "no optimizer"),
+    "max_total_batch_size=3": {"max_total_batch_size": 3},  # that of one micro-batch is 4
+    "max_total_batch_size=7": {"max_total_batch_size": 7},
+    "min_total_batch_size=9": {"max_total_batch_size": 64, "min_total_batch_size": 9},
+    "no optimizer": {"max_total_batch_size": 16},
 }
 
 
-@pytest.mark.parametrize(
-    ("loop", "what"),
-    [*(("plain", what) for what in REFUSED), *product(("fabric", "accelerate"), ("above", "no optimizer"))],
-)
-def test_a_total_that_cannot_move_is_an_error_on_every_rank(loop, what):
-    settings, led, says = REFUSED[what]
-    errors = run_ranks(_refused, 2, loop, settings, led, expect_errors=True, timeout=30)
-    assert [rank for rank, *_ in errors] == [0, 1]
-    assert all(says in text for _, _, text in errors)
+def _refused(rank, loop, says):
+    training = LOOPS[loop]({"replan": 3, **REFUSED[says]}, 2, dataset=Points(48), accumulate=2)
+    if says == "no optimizer":
+        training.session.lead([])
+    return raised(lambda: training.train(rank, 1))
+
+
+@pytest.mark.parametrize(("loop", "says"), [*(("fabric", says) for says in REFUSED), ("accelerate", "no optimizer")])
+def test_a_total_that_cannot_move_is_an_error_on_every_rank(loop, says):
+    assert all(says in text for text in run_ranks(_refused, 2, loop, says))
+
+
+def _at_its_rate(rank, loop):
+    training = LOOPS[loop]({"replan": 3, "max_total_batch_size": 16, "lr_scaling": "none"}, 2, dataset=Points(48))
+    training.session.lead([])
+    return training.train(rank, 1)["used"]
 
 
 @every_loop
 def test_a_rate_that_need_not_follow_needs_no_optimizer(loop):
-    for used in run_ranks(_refused, 2, loop, {"max_total_batch_size": 16, "lr_scaling": "none"}, False):
+    for used in run_ranks(_at_its_rate, 2, loop):
         assert used == pytest.approx([LR * 0.99**step for step in range(len(used))])

@@ -1,27 +1,22 @@
 """The controller of density and total end to end: it changes the next messages, and follows a link that moves."""
 
-import logging
 import re
-import time
-from contextlib import contextmanager
+from functools import partial
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_hetero import BlockTopK, LookAheadCallback, TTACallback
-from lightning_hetero.comm.collectives import async_ops as sums
 from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile
 from tests.counted import CountedTime
-from tests.helpers import Points, Regressor, fit
+from tests.helpers import Points, Regressor, fit, raised
 from tests.ranks import run_ranks
 
 BATCH = 5
-FAT, THIN, MEGABIT = 50e6, 2e5, 1.25e5  # bytes per second
+FAT, THIN = 50e6, 2e5  # bytes per second
 
 
 class Wide(Regressor):
@@ -51,16 +46,11 @@ class Wide(Regressor):
 
 
 class Link(L.Callback):
-    """A link whose rate changes at given steps; keeps what the messages of each step were, and what was said."""
+    """A link whose rate changes at given steps; keeps what the messages of each step were."""
 
     def __init__(self, counted, rates):
-        self.counted, self.rates, self.said = counted, rates, []
+        self.counted, self.rates = counted, rates
         self.densities, self.sizes, self.totals, self.late, self.moments = [], [], [], [], []
-
-    def on_train_start(self, trainer, pl_module):
-        handler = logging.Handler()
-        handler.emit = lambda record: self.said.append((record.levelname, record.getMessage()))
-        logging.getLogger("lightning_hetero").addHandler(handler)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.counted.rate = self.rates.get(trainer.global_step, self.counted.rate)
@@ -75,41 +65,16 @@ class Link(L.Callback):
         self.moments.append(self.counted.now)
 
 
-class Rows(DummyLogger):
-    def __init__(self):
-        super().__init__()
-        self.rows = []
-
-    def log_metrics(self, metrics, step=None):
-        self.rows.append(metrics)
-
-
-@contextmanager
-def counted_time(rank):
-    """Takes the clock and the sums of this process, and gives them back."""
-    with pytest.MonkeyPatch.context() as patch:
-        places = (time, "perf_counter"), (sums, "async_all_reduce"), (sums, "async_all_gather"), (dist, "barrier")
-        for place, name in places:
-            patch.setattr(place, name, getattr(place, name))
-        yield CountedTime(rank, FAT)
-
-
 def _run(rank, rates, settings, kwargs):
-    with counted_time(rank) as counted:
-        return _counted(rank, counted, rates, settings, kwargs)
-
-
-def _counted(rank, counted, rates, settings, kwargs):
-    callback, link, logger = TTACallback(**settings), Link(counted, rates), Rows()
+    counted, callback = CountedTime(rank, FAT), TTACallback(**settings)
+    link = Link(counted, rates)
     strategy = {"compression": BlockTopK(density=0.3), "replan": 8, **kwargs.pop("strategy", {})}
     model = Wide(counted, kwargs.pop("by_sample", (1e-4, 1e-4))[rank], kwargs.pop("adam", False))
-    batch = kwargs.pop("batch", BATCH)
-    kwargs = {"model": model, "dataset": Points(4000, dtype=torch.float32), "max_steps": 8, **kwargs}
-    callbacks = [callback, link, *kwargs.pop("callbacks", [])]
-    done = fit(rank, strategy, 2, batch, callbacks=callbacks, logger=logger, max_epochs=-1, **kwargs)
-    keep = {name: getattr(link, name) for name in ("densities", "sizes", "totals", "said", "late", "moments")}
-    rates_used = sorted(set(kwargs["model"].used))
-    return {**done, **keep, "rows": logger.rows, "lr": rates_used, "state": callback.state_dict()["planner"]}
+    batch, callbacks = kwargs.pop("batch", BATCH), [callback, link, *kwargs.pop("callbacks", [])]
+    more = {"dataset": Points(4000, dtype=torch.float32), "max_steps": 8, "max_epochs": -1, **kwargs}
+    done = fit(rank, strategy, 2, batch, model=model, callbacks=callbacks, **more)
+    keep = {name: getattr(link, name) for name in ("densities", "sizes", "totals", "late", "moments")}
+    return {**done, **keep, "lr": sorted(set(model.used)), "state": callback.state_dict()["planner"]}
 
 
 def run(rates, settings=None, **kwargs):
@@ -121,29 +86,6 @@ def run(rates, settings=None, **kwargs):
 
 def changes(values):
     return [(a, b) for a, b in zip(values, values[1:], strict=False) if a != b]
-
-
-LINE = r"density [\d.]+ -> [\d.]+: rank [01] sends [\d.]+ MB/s at the least; a step of 10 samples computes for "
-LINE += r"[\d.]+ ms and sends for [\d.]+ ms$"
-
-
-def test_messages_follow_a_link_that_gets_thin_and_a_resumed_run_goes_on_with_them(tmp_path):
-    saving = ModelCheckpoint(dirpath=tmp_path, save_top_k=-1, filename="{step}", every_n_train_steps=56)
-    results = run({0: FAT, 24: THIN}, callbacks=[saving], enable_checkpointing=True, max_steps=56)
-    densities, sizes = results[0]["densities"], results[0]["sizes"]
-    assert set(densities[:8]) == {0.3}, "something changed before anything was measured"
-    assert densities[-1] < densities[23] / 3
-    assert sizes[-1] < sizes[23] / 3
-    lines = [text for level, text in results[0]["said"] if text.startswith("density ") and level == "INFO"]
-    assert len(lines) == len(changes(densities))
-    assert re.match(LINE, lines[0])
-    assert not [text for _, text in results[1]["said"] if text.startswith("density ")], "a rank other than 0 speaks"
-    logged = [row for row in results[0]["rows"] if "hetero/bandwidth" in row]
-    assert {"hetero/bandwidth/rank0", "hetero/bandwidth/rank1", "hetero/time_to_accuracy"} <= set(logged[-1])
-    assert 0.2 * THIN < logged[4]["hetero/bandwidth"] < 2 * THIN
-    assert logged[-1]["hetero/bytes_sent"] < logged[1]["hetero/bytes_sent"] / 3
-    rest = run({56: THIN}, ckpt_path=str(tmp_path / "step=56.ckpt"), max_steps=60)
-    assert set(rest[0]["densities"]) == {results[0]["state"]["density"]}, "a resumed run began with another density"
 
 
 @pytest.mark.parametrize("at", [28, 40])
@@ -190,12 +132,6 @@ def test_messages_come_late_once_that_is_worth_its_price_and_take_no_longer_than
     assert all(late[-8:])
     assert len(changes(late)) == 1, "to and fro"
     assert results[0]["densities"][-1] < results[0]["densities"][15]
-    choice = [
-        re.search(r"computes for ([\d.e+]+) ms and sends for ([\d.e+]+) ms, which come a step later", text)
-        for _, text in results[0]["said"]
-    ]
-    computes, sends = map(float, [found for found in choice if found][-1].groups())
-    assert sends <= 1.05 * computes  # they are printed with three digits
 
 
 def test_the_total_follows_link_and_profile_at_the_rate_of_the_script(tmp_path):
@@ -212,34 +148,18 @@ def test_the_total_follows_link_and_profile_at_the_rate_of_the_script(tmp_path):
     assert sizes[-1] == 40, "the next batches are those of the plan"
 
 
-def test_a_stall_changes_nothing_and_a_megabit_is_said_to_be_the_bound():
-    """Five seconds' stall of one step; then 36 kB of messages take 0.3 s of a step that computes for 20 ms."""
-    results = run({20: 7.2e3, 21: FAT, 32: MEGABIT}, {"min_density": 0.3, "max_density": 0.3}, max_steps=44)
-    assert results[0]["steps"] == 44
-    assert set(results[0]["densities"]) == {0.3}
-    said = [(level, text) for level, text in results[0]["said"] if text.startswith("density ")]
-    assert [level for level, _ in said] == ["WARNING"], said
-    (stall,) = [text for level, text in results[0]["said"] if level == "WARNING" and not text.startswith("density ")]
-    assert re.match(r"communication-bound: .* longest (4\.9|5)", stall), "the same link is said to be thin twice"
-    found = re.search(
-        r"sends ([\d.]+) MB/s .* communication-bound: even the least density takes ([\d.]+) ms", said[0][1]
-    )
-    assert 0.05 < float(found[1]) < 0.2
-    assert 200 < float(found[2]) < 1500
+def test_a_stall_of_one_step_changes_nothing():
+    results = run({20: 7.2e3, 21: FAT}, max_steps=44)
+    assert len(set(results[0]["densities"][16:])) == 1
 
 
 @pytest.mark.parametrize(
     ("given", "error", "says"),
     [
-        ({"min_density": 0}, ValueError, "min_density=0"),
-        ({"max_density": 1.5}, ValueError, "max_density=1.5"),
         ({"min_density": 0.1, "max_density": 0.01}, ValueError, "max_density=0.01"),
         ({"bandwidth": "guess"}, ValueError, "bandwidth='guess'"),
         ({"profile": 3}, TypeError, "profile=3 is a int"),
-        ({"profile": "no/such/file.json"}, FileNotFoundError, "no/such/file.json"),
-        ({"max_total_batch_size": 0}, ValueError, "max_total_batch_size=0"),
         ({"min_total_batch_size": 8}, ValueError, "min_total_batch_size=8 has no meaning"),
-        ({"hysteresis": 2}, ValueError, "hysteresis=2"),
     ],
     ids=str,
 )
@@ -255,11 +175,12 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path):
         TTACallback(profile=path)
 
 
-@pytest.mark.parametrize("compression", [None, "bf16"])
-def test_gradients_that_have_no_density_are_refused_on_every_rank(compression):
-    errors = run_ranks(_run, 2, {}, {}, {"strategy": {"compression": compression}}, expect_errors=True)
-    assert [rank for rank, *_ in errors] == [0, 1]
-    assert all("compression='block_topk'" in message for *_, message in errors)
+def _refused(rank):
+    return raised(partial(_run, rank, {}, {}, {"strategy": {"compression": "bf16"}}))
+
+
+def test_gradients_that_have_no_density_are_refused_on_every_rank():
+    assert all("compression='block_topk'" in text for text in run_ranks(_refused, 2))
 
 
 def test_it_brings_a_noise_scale_only_where_it_needs_one():

@@ -1,4 +1,6 @@
-"""Gradients at the weights that they will meet: by hand, resumed, and what is left of the cost of a delay."""
+"""Gradients at the weights that they will meet: by hand, resumed, and what is refused."""
+
+from functools import partial
 
 import lightning as L
 import numpy as np
@@ -70,15 +72,43 @@ def clip_value(grads, limit):
 CLIPS = {"norm": (clip_norm, 0.1), "value": (clip_value, 0.02), None: (lambda grads, _: grads, None)}
 
 
-@pytest.mark.parametrize(("gain", "clip"), [(None, None), (twice, None), (None, "norm"), (None, "value")])
-def test_forward_runs_at_the_foretold_weights_and_the_optimizer_at_the_true_ones(gain, clip):
+class Scaled(Regressor):
+    """With a parameter without dimensions, as CLIP's ``logit_scale``, and one without elements."""
+
+    def __init__(self, adamw=False):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+        self.empty = nn.Parameter(torch.zeros(0, dtype=torch.float64))
+        self.adamw = adamw
+
+    def forward(self, x):
+        return self.net(x) * self.scale.exp() + self.empty.sum()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-3) if self.adamw else super().configure_optimizers()
+
+    def on_before_optimizer_step(self, optimizer):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("make", "gain", "clip"),
+    [
+        (Scaled, None, None),
+        (partial(Scaled, adamw=True), None, None),
+        (Regressor, twice, None),
+        (Regressor, None, "norm"),
+        (Regressor, None, "value"),
+    ],
+)
+def test_forward_runs_at_the_foretold_weights_and_the_optimizer_at_the_true_ones(make, gain, clip):
     """By hand: two workers with 0.7 and 0.3 of a batch, each with its own part of the sum under way, twice at most."""
     (clips, limit), close = CLIPS[clip], {"rtol": 1e-4 if clip == "norm" else 1e-9, "atol": 1e-12}
     given = {"gradient_clip_val": limit, "gradient_clip_algorithm": clip} if clip else {}
-    results = run_ranks(_run, 2, {}, {"max_epochs": 2, "gain": gain, **given})
+    results = run_ranks(_run, 2, {}, {"max_epochs": 2, "gain": gain, "model": make(), **given})
     for mine, other in zip(results[0]["after"], results[1]["after"], strict=True):
         np.testing.assert_array_equal(mine, other)
-    model, points = Regressor(), Points(60)
+    model, points = make(), Points(60)
     optimizer = model.configure_optimizers()
     own, owed = [None, None], None
     for step, parts in enumerate(zip(*(r["seen"] for r in results), strict=True)):
@@ -106,46 +136,9 @@ def test_forward_runs_at_the_foretold_weights_and_the_optimizer_at_the_true_ones
         np.testing.assert_allclose(model.flat(), results[0]["after"][step], **close)
 
 
-class Scaled(Regressor):
-    """With a parameter without dimensions, as CLIP's ``logit_scale``, and one without elements."""
-
-    def __init__(self, adamw):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
-        self.empty = nn.Parameter(torch.zeros(0, dtype=torch.float64))
-        self.adamw = adamw
-
-    def forward(self, x):
-        return self.net(x) * self.scale.exp() + self.empty.sum()
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), 1e-3) if self.adamw else super().configure_optimizers()
-
-    def on_before_optimizer_step(self, optimizer):
-        pass
-
-
-def test_a_gain_that_is_no_function_is_refused_at_construction():
+def test_what_cannot_be_is_refused():
     with pytest.raises(TypeError, match=r"gain=3 is not callable; give a function"):
         LookAheadCallback(3)
-
-
-def _scaled(rank, given):
-    return [_run(rank, strategy, {"model": Scaled(adamw)}) for strategy, adamw in given]
-
-
-def test_parameters_without_dimensions_and_without_elements_are_foretold_too():
-    blocks = {"compression": "block_topk(density=0.3, block=8, warmup_steps=1)"}
-    given = [({}, False), ({}, True), (blocks, False), ({**blocks, "sparse_optimizer": True}, True)]
-    for one, other in zip(*run_ranks(_scaled, 2, given), strict=True):
-        np.testing.assert_array_equal(one["after"], other["after"])
-        scale = [weights[-1] for weights in one["forward"]]
-        assert np.isfinite(one["weights"]).all()
-        assert len(set(scale[FIRST:])) > 2
-        assert not np.array_equal(one["forward"][-1], one["after"][-2]), "it ran at other weights than the last ones"
-
-
-def test_two_that_would_both_move_the_weights_are_refused():
     with pytest.raises(RankError, match="2 of LookAheadCallback would both move the weights"):
         run_ranks(_run, 2, {}, {"callbacks": [LookAheadCallback()]})
 

@@ -2,13 +2,10 @@
 
 import lightning as L
 import pytest
-import torch
-from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_hetero import (
-    DynamicBatchPIDCallback,
     GNSCallback,
     LookAheadCallback,
     PerfModelCallback,
@@ -20,11 +17,10 @@ from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.core.policies.proportional import ProportionalPlanner
 from lightning_hetero.core.policies.static import StaticPlanner
-from lightning_hetero.elastic import ElasticConfig
-from lightning_hetero.elastic.without_effect import elastic_without_effect
 from lightning_hetero.frontend.without_effect import Run, without_effect
 from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as FabricStrategy
 from tests.helpers import Points, Regressor, collected, fit
+from tests.loops import FRONT_ENDS
 from tests.ranks import run_ranks
 
 ALONE, LEFT = {"world_size": 1}, {"split": False}
@@ -40,47 +36,27 @@ def named(found):
 @pytest.mark.parametrize(
     ("settings", "run", "names"),
     [
-        ({}, LEARNS, ""),
-        ({"hysteresis": 0.1, "replan": 5, "change_cost": 2.0}, LEARNS, ""),
+        ({"hysteresis": 0.1, "replan": 5, "change_cost": 2.0, "probe_memory": True}, LEARNS, ""),
         ({"policy": "pid"}, ALONE, "policy"),
         ({"policy": "even"}, ALONE, ""),
         ({"local_batch_sizes": [16]}, {**ALONE, "batch_size": 16}, ""),
         ({"weight_fn": len, "staleness": 1}, ALONE, "weight_fn staleness"),
-        ({"compression": "fp16"}, ALONE, "compression"),
-        ({"hierarchy": "nodes"}, ALONE, "hierarchy"),
-        ({"balance_evaluation": True}, ALONE, "balance_evaluation"),
         ({"report": "runs"}, ALONE, "report"),
-        ({"hysteresis": 0.1, "change_cost": 2.0}, ALONE, "hysteresis change_cost"),
-        ({"compression": "block_topk", "sparse_optimizer": True}, ALONE, "compression sparse_optimizer"),
-        (ADAPTS, {}, ""),
-        (
-            {**ADAPTS, "min_total_batch_size": 8},
-            ALONE,
-            "max_total_batch_size min_total_batch_size lr_scaling noise_scale",
-        ),
+        (ADAPTS, ALONE, "max_total_batch_size lr_scaling noise_scale"),
         ({"max_total_batch_size": 64, "noise_scale": True}, LEFT, "max_total_batch_size noise_scale"),
         ({"hysteresis": 0.1, "change_cost": 2.0}, {"planner": ProportionalPlanner()}, "hysteresis change_cost"),
         ({"change_cost": 2.0, "hysteresis": 0.1, "staleness": 1}, {"planner": ProportionalPlanner()}, "change_cost"),
         ({"hysteresis": 0.1, "policy": "static"}, {"planner": StaticPlanner()}, "hysteresis"),
-        ({"hysteresis": 0.1, "policy": "even"}, {}, "hysteresis"),
         ({"hysteresis": 0.1, "local_batch_sizes": [3, 1]}, {}, "hysteresis"),
         ({"hysteresis": 0.1, "staleness": 1, "policy": "even"}, {}, ""),
         ({"transfer_priority": True, "staleness": 1}, LEARNS, ""),
         ({"transfer_priority": True}, LEARNS, "transfer_priority"),
         ({"transfer_priority": True, "staleness": 1, "compression": "block_topk"}, LEARNS, "transfer_priority"),
-        ({"local_batch_sizes": [3, 1]}, {"batch_size": 2}, ""),
         ({"local_batch_sizes": [3, 1]}, {"batch_size": 8}, "the"),  # DataLoader's batch_size
-        ({"policy": "even"}, LEFT, ""),
         ({"policy": "even", "max_local_batch_sizes": 8, "replan": 5}, LEFT, "max_local_batch_sizes replan"),
-        ({"policy": "even", "local_batch_multiple": 8}, LEFT, "local_batch_multiple"),
-        ({"policy": "even", "report": "runs"}, {}, ""),
-        ({"policy": "even", "report": False}, LEFT, ""),
         ({"policy": "even", "report": "runs"}, LEFT, "report"),
-        ({"probe_memory": True}, LEARNS, ""),
         ({"probe_memory": True}, {**LEARNS, "on_cpu": True}, "probe_memory"),
-        ({"on_nonfinite": "skip"}, LEARNS, ""),
         ({"on_nonfinite": "skip"}, {**LEARNS, "scaled": True}, "on_nonfinite"),
-        ({"hierarchy": "nodes"}, {**LEARNS, "flat": False}, ""),
         ({"hierarchy": [[0], [1]]}, {**LEARNS, "clusters": ((0,), (1,))}, "hierarchy"),
     ],
     ids=str,
@@ -115,25 +91,10 @@ TOPK = {"compression": "block_topk"}
     [
         ([PerfModelCallback(), GNSCallback()], {}, 2, []),
         ([LookAheadCallback()], {"staleness": 1}, 2, []),
-        ([TTACallback(min_density=0.1)], TOPK, 2, []),
-        ([TTACallback(512, hysteresis=0.1)], TOPK, 1, []),
         ([OwnTTA()], TOPK, 2, []),
-        ([DynamicBatchPIDCallback(start="equal")], {}, 2, []),
         ([PerfModelCallback()], {}, 1, ["PerfModelCallback"]),
         ([LookAheadCallback()], {}, 2, ["LookAheadCallback"]),
-        ([LookAheadCallback()], {"staleness": 1}, 1, ["LookAheadCallback"]),
-        (
-            [TTACallback(lr_scaling="sqrt", min_steps=5, hysteresis=0.2)],
-            TOPK,
-            2,
-            ["TTACallback(lr_scaling", "TTACallback(hysteresis", "TTACallback(min_steps"],
-        ),
-        (
-            [DynamicBatchPIDCallback(start="equal")],
-            {"policy": "pid", "local_batch_sizes": [3, 1]},
-            2,
-            ["DynamicBatchPIDCallback(start"],
-        ),
+        ([TTACallback(min_density=0.1, min_steps=5)], TOPK, 2, ["TTACallback(min_steps"]),
         ([GNSCallback(method="mean")], {}, 1, ["GNSCallback(method"]),
         ([GNSCallback(), OwnGNS()], {}, 2, ["GNSCallback"]),
     ],
@@ -142,124 +103,62 @@ def test_callbacks(callbacks, settings, ranks, names):
     assert named(callbacks_without_effect(callbacks, HeteroConfig(**settings), ranks)) == names
 
 
-@pytest.mark.parametrize(
-    ("merge", "settings", "run", "names"),
-    [
-        ("adaptive", {}, (2, 640, 64), ""),
-        ("adaptive", {"beta": 1.0, "momentum": 0.5, "perturbation": 0.2}, (2, 640, 64), ""),
-        ("mean", {"momentum": 0.0}, (2, 640, 64), ""),
-        ("mean", {"momentum": 0.5}, (2, 640, 64), "momentum"),
-        ("elastic", {"min_batch_size": 2, "damped": False}, (2, 640, 64), "min_batch_size damped"),
-        ("crossbow", {"renormalize": False}, (2, 640, 64), "renormalize"),
-        ("adaptive", {"perturbation": 0.0, "renormalize": False}, (2, 640, 64), "renormalize"),
-        ("adaptive", {"beta": 1.0, "momentum": 0.5}, (1, 640, 64), "beta"),
-        ("adaptive", {"mega_batch_size": 700}, (2, 640, 700), "mega_batch_size"),
-        ("adaptive", {}, (2, 640, 3200), ""),
-    ],
-)
-def test_elastic_settings(merge, settings, run, names):
-    mega = {name: value for name, value in settings.items() if name == "mega_batch_size"}
-    rest = {name: value for name, value in settings.items() if name not in mega}
-    assert named(elastic_without_effect(ElasticConfig(merge, **mega, settings=rest), *run)) == names.split()
-
-
 # each front end
 
 
-def _lightning(rank, settings):
-    fit(rank, settings, 2, 4, dataset=Points(16))
-
-
-def _elastic(rank, settings):
+def _elastic(rank, settings, batch_size, *, world_size):
     from lightning_hetero import HeteroElasticStrategy
 
-    fit(rank, HeteroElasticStrategy(**settings), 2, 4, dataset=Points(16))
+    fit(rank, HeteroElasticStrategy(**settings), world_size, batch_size)
 
 
-def _fabric(rank, settings):
-    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy(**settings))
-    fabric.launch()
-    model = Regressor()
-    wrapped, optimizer = fabric.setup(model, model.configure_optimizers())
-    loader = fabric.setup_dataloaders(DataLoader(Points(16), 4, shuffle=True))
-    for x, y, _ in [*loader, *loader]:
-        fabric.backward(nn.functional.mse_loss(wrapped(x), y))
-        optimizer.step()
-    fabric.strategy.teardown()
-
-
-def _accelerate(rank, settings):
-    accelerator, model = HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin(**settings)), Regressor()
-    loader = DataLoader(Points(16), 4, shuffle=True)
-    model, optimizer, loader = accelerator.prepare(model, model.configure_optimizers(), loader)
-    for _ in range(2):
-        for x, y, _ in loader:
-            accelerator.backward(nn.functional.mse_loss(model(x), y))
-            optimizer.step()
-    accelerator.end_training()
-
-
-def _said(rank, train, settings):
-    torch.manual_seed(0)
+def _said(rank, front_end, settings):
     lines = collected()
-    train(rank, settings)
+    {**FRONT_ENDS, "elastic": _elastic}[front_end](rank, settings, 4, world_size=2)
     return [line for line in lines if "no effect" in line]
 
 
 @pytest.mark.parametrize(
-    ("train", "settings", "says"),
+    ("front_end", "settings", "says"),
     [
-        (_lightning, {"hysteresis": 0.1, "policy": "static"}, "hysteresis=0.1"),
-        (_fabric, {"hierarchy": [[0, 1]]}, "hierarchy=[[0, 1]]"),
-        (_accelerate, {"hysteresis": 0.1, "policy": "pid"}, "hysteresis=0.1"),
-        (_elastic, {"merge": "mean", "beta": 2.0}, "beta=2.0"),
+        ("lightning", {"hysteresis": 0.1, "policy": "static"}, "hysteresis=0.1"),
+        ("fabric", {"hierarchy": [[0, 1]]}, "hierarchy=[[0, 1]]"),
+        ("accelerate", {"hysteresis": 0.1, "policy": "pid"}, "hysteresis=0.1"),
+        ("elastic", {"merge": "mean", "beta": 2.0}, "beta=2.0"),
     ],
 )
-def test_each_front_end_says_it_once_on_rank_0_and_nothing_of_defaults(train, settings, says):
-    (line,), silent = run_ranks(_said, 2, train, settings)
+def test_each_front_end_says_it_once_on_rank_0_and_nothing_of_defaults(front_end, settings, says):
+    (line,), silent = run_ranks(_said, 2, front_end, settings)
     assert silent == []
     assert line.startswith(says)
-    assert run_ranks(_said, 2, train, {}) == [[], []]
-
-
-def _looks(rank, callback, settings):
-    lines = collected()
-    fit(rank, settings, 2, 5, callbacks=[callback], dataset=Points(10), max_epochs=1)
-    return [line for line in lines if "LookAheadCallback" in line]
-
-
-def test_that_nothing_is_delayed_is_said_only_where_it_is_so():
-    """A controller of the time to accuracy brings the callback by itself."""
-    (line,), silent = run_ranks(_looks, 2, LookAheadCallback(), {})
-    assert silent == []
-    assert "staleness=0" in line
-    assert run_ranks(_looks, 2, LookAheadCallback(), {"staleness": 1}) == [[], []]
-    assert run_ranks(_looks, 2, TTACallback(), TOPK) == [[], []]
-
-
-class Mine(torch.utils.data.BatchSampler):
-    """Batches of its own."""
+    assert run_ranks(_said, 2, front_end, {}) == [[], []]
 
 
 class Own(DistributedSampler):
     """An order of its own."""
 
 
+def loaders(rank):
+    """Loaders that split the data over ranks by themselves, and three that we could split."""
+    data = Points(8)
+    own = [DataLoader(data, 4, sampler=Own(data, 2, rank)) for _ in range(2)]
+    return own + [DataLoader(data, 4, shuffle=True) for _ in range(3)]
+
+
 def _left_by_accelerate(rank):
     accelerator = HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin(max_local_batch_sizes=8))
     optimizer = Regressor().configure_optimizers()
-    given = {"batch_sampler": Mine(Own(Points(8), 2, rank), 4, False)}  # splits the data over ranks by itself
-    for loader in (given, given, *({"batch_size": 4, "shuffle": True} for _ in range(3))):
-        accelerator.prepare(DataLoader(Points(8), **loader), optimizer)
+    for loader in loaders(rank):
+        accelerator.prepare(loader, optimizer)
     accelerator.end_training()
 
 
 def _left_by_fabric(rank):
     fabric = L.Fabric(accelerator="cpu", devices=2, strategy=FabricStrategy(max_local_batch_sizes=8))
     fabric.launch()
-    data = Points(8)
-    fabric.setup_dataloaders(*(DataLoader(data, 4, sampler=Own(data, 2, rank)) for _ in range(2)))
-    fabric.setup_dataloaders(*(DataLoader(data, 4, shuffle=True) for _ in range(3)))
+    first, second, *others = loaders(rank)
+    fabric.setup_dataloaders(first, second)
+    fabric.setup_dataloaders(*others)
     fabric.strategy.teardown()
 
 

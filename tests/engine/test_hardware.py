@@ -1,7 +1,6 @@
 """What a worker is and could do: CPU quotas of both cgroup versions, identities, the probe of the largest batch."""
 
 import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -41,12 +40,9 @@ V1_FOLDER = "sys/fs/cgroup/cpu/job/7/cpu.cfs"
         ({}, 8),
         ({**V2, "sys/fs/cgroup/job/7/cpu.max": "150000 100000\n"}, 1.5),
         ({**V2, "sys/fs/cgroup/job/7/cpu.max": "max 100000\n"}, 8),
-        ({**V2, "sys/fs/cgroup/job/7/cpu.max": "1600000 100000\n"}, 8),
         ({**V2, "sys/fs/cgroup/job/7/cpu.max": "unreadable\n"}, 8),
-        (V2, 8),
         ({**V1, f"{V1_FOLDER}_quota_us": "50000\n", f"{V1_FOLDER}_period_us": "100000\n"}, 0.5),
         ({**V1, f"{V1_FOLDER}_quota_us": "-1\n", f"{V1_FOLDER}_period_us": "100000\n"}, 8),
-        (V1, 8),
         ({"proc/self/cgroup": "nonsense\n"}, 8),
         ({**V2, "sys/fs/cgroup/job/cpu.max": "50000 100000\n", "sys/fs/cgroup/job/7/cpu.max": "max 100000\n"}, 0.5),
         ({**V2, "sys/fs/cgroup/cpu.max": "300000 100000\n"}, 3),
@@ -66,9 +62,7 @@ V1_MEMORY = "sys/fs/cgroup/memory/job/7/memory.limit_in_bytes"
     [
         ({}, None),
         ({**V2, "sys/fs/cgroup/job/7/memory.max": "1000\n"}, 1000),
-        ({**V2, "sys/fs/cgroup/job/7/memory.max": "max\n"}, None),
         ({**V2, "sys/fs/cgroup/job/7/memory.max": "max\n", "sys/fs/cgroup/job/memory.max": "2000\n"}, 2000),
-        ({**V2, "sys/fs/cgroup/job/7/memory.max": "3000\n", "sys/fs/cgroup/memory.max": "2000\n"}, 2000),
         ({**V1, V1_MEMORY: "4000\n"}, 4000),
         ({**V1, V1_MEMORY: "9223372036854771712\n"}, None),
         ({**V1, "sys/fs/cgroup/cpu/job/7/memory.limit_in_bytes": "5\n"}, None),
@@ -88,28 +82,11 @@ def test_a_quota_counts_where_threads_can_reach_it(machine, monkeypatch, threads
     assert cpu_quota() == cores
 
 
-def test_a_card_of_amds_goes_by_its_architecture(monkeypatch):
-    card = SimpleNamespace(
-        name="unheard of",
-        major=9,
-        minor=4,
-        multi_processor_count=100,
-        clock_rate=2_000_000,
-        gcnArchName="gfx942:xnack-",
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    monkeypatch.setattr(torch.version, "hip", "6.0")
-    assert capacity(torch.device("cuda", 0)) == 100 * 2e9 * 2048
-
-
-def test_affinity_may_be_the_narrower_bound(machine, monkeypatch):
+def test_affinity_or_the_number_of_cores_may_be_the_narrower_bound(machine, monkeypatch):
     machine({**V2, "sys/fs/cgroup/job/7/cpu.max": "400000 100000\n"})
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 5}, raising=False)
     assert cpu_share() == 2
-
-
-def test_system_without_affinity(machine, monkeypatch):
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     assert cpu_share() == 3
 
@@ -140,6 +117,9 @@ def test_capacity_and_identity_of_a_gpu(monkeypatch):
     assert capacity(devices[3]) == pytest.approx(312e12, rel=0.1)
     assert len({identity(d, 0) for d in devices}) == 4
     assert identity(devices[0], 0) == identity(devices[0], 5), "a card stays the same in another slot"
+    cards[0] = card("E", "unheard of", 9, 4, 100, clock_rate=2_000_000, gcnArchName="gfx942:xnack-")
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert capacity(devices[0]) == 100 * 2e9 * 2048, "a card of AMD's goes by its architecture"
 
 
 def test_identities_of_cpu_workers_differ_by_host_and_slot(monkeypatch):
@@ -148,12 +128,6 @@ def test_identities_of_cpu_workers_differ_by_host_and_slot(monkeypatch):
         monkeypatch.setattr(hardware.platform, "node", lambda host=host: host)
         names += [identity(CPU, slot) for slot in range(3)]
     assert len(set(names)) == 6
-
-
-@pytest.mark.parametrize(("start", "limit"), [(1, 64), (5, 64), (40, 33)])
-def test_a_probe_finds_every_small_bound_exactly(start, limit):
-    for bound in range(32):
-        assert probe_largest_batch(lambda size, bound=bound: size <= bound, start=start, limit=limit) == bound
 
 
 @given(st.integers(0, 5000), st.integers(1, 300), st.integers(1, 4000))
@@ -172,8 +146,3 @@ def test_probe_finds_the_bound(bound, start, limit):
     assert true - found <= max(0, found // 16)
     assert len(tried) <= 2 * limit.bit_length() + 2
     assert len(set(tried)) == len(tried)
-
-
-def test_paths_are_read_from_the_system_itself():
-    assert hardware.Path is Path
-    assert cpu_share() > 0

@@ -42,15 +42,6 @@ def test_an_order_of_a_process_that_is_alive_is_obeyed(order, monkeypatch):
     assert order.why_left_over(answers=True) is None
 
 
-def test_an_order_that_is_not_written_down_any_more_is_left_over(order, gone):
-    assert "holds another order" in replace(order, samples=9).why_left_over(answers=False)
-    assert f"process {gone}, which gave the order, is gone" in write(replace(order, pid=gone)).why_left_over(
-        answers=True
-    )
-    os.remove(f"{order.report}.order")
-    assert "there is no" in order.why_left_over(answers=False)
-
-
 def test_of_another_host_only_what_can_be_seen_is_judged(order, gone):
     """Its processes cannot be, and its folder may not be."""
     assert write(replace(order, host="elsewhere", pid=gone)).why_left_over(answers=True) is None

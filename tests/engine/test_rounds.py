@@ -3,7 +3,7 @@
 import sys
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
@@ -13,16 +13,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.batching.cost.weights import CostWeights
 from lightning_hetero.core.batching.plan import BatchPlan
-from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.policies.base import Decision, Proposal
 from lightning_hetero.core.policies.static import StaticPlanner
-from lightning_hetero.core.timing.cost.features import share_features
 from lightning_hetero.data import PermutationStream
-from lightning_hetero.data.cost.division import CostDivision
 from lightning_hetero.engine import HeteroEngine
-from lightning_hetero.engine.cost_learning import CostLearning
 from lightning_hetero.session import HeteroSession
 from tests.decisions.told import told_time
 from tests.ranks import run_ranks
@@ -112,47 +106,6 @@ def test_a_plan_that_a_rank_cannot_run_is_refused(name, size):
 # what planners are told
 
 
-@dataclass(frozen=True)
-class Counts(StaticPlanner):
-    """Knows more after each decision, and proposes a total."""
-
-    seen: int = 0
-    total: int | None = None
-
-    def initial(self, context):
-        return None
-
-    def predict(self, plan, context):
-        return float(self.seen)
-
-    def decide(self, observations, current, context):
-        plan = None if self.total is None else Proposal(BatchPlan(self.total, (self.total,)), "why not")
-        return Decision(replace(self, seen=self.seen + 1), plan)
-
-
-def observed():
-    """An engine that has measured some steps, none of which a round has seen."""
-    session, batches = session_of(replan="epoch")
-    for number, _ in steps(session, batches):
-        if number == 8:
-            break
-    return session.engine
-
-
-@pytest.mark.parametrize("last", [True, False])
-def test_in_the_last_round_the_planner_learns_and_nothing_changes(last):
-    engine = observed()
-    done = engine.exchange(Counts(total=4), not_before=(0, 9), last=last)
-    assert (done.planner.seen, done.predicted) == (1, 1.0), "it is that of the planner that has seen the steps"
-    assert (done.entry is None) == last
-    assert len(engine.plan_history) == (1 if last else 2)
-
-
-def test_a_planner_that_changes_the_total_without_saying_so_is_refused():
-    with pytest.raises(ValueError, match="Counts changes the total batch"):
-        observed().exchange(Counts(total=5))
-
-
 def test_a_backward_pass_is_needed_again_for_the_batch_after_an_optimizer_step():
     session, batches = session_of()
     for number, _ in steps(session, batches):
@@ -205,72 +158,14 @@ def test_what_is_timed_is_the_batch_that_was_run():
     assert run_ranks(_without_samples, 2) == [([[8.0, 1.0]], 8), ([[8.0, 1.0]], 0)]
 
 
-# bounds
-
-
-def _sharded(rank, config, needs, seeds=(0, 0)):
-    """Bounds of both ranks as each of them knows them, and the sizes of the first step."""
-    session, _ = session_of(rank, 2, samples=40, batch_size=5, seed=seeds[rank], **config)
-    engine = session.engine
-    for number in needs[rank]:
-        engine.data.require_samples(number)
-    session.reshard()
-    workers, sizes = engine.workers, engine.plan.local_batch_sizes
-    session.close()
-    return workers.min_local, workers.max_local, sizes
-
-
-@pytest.mark.parametrize(
-    ("config", "needs", "bounds", "sizes"),
-    [
-        ({"max_local_batch_sizes": (4, 7)}, ((), ()), (1, (4, 7)), (4, 6)),
-        ({"max_local_batch_sizes": (7, 4)}, ((), ()), (1, (7, 4)), (6, 4)),
-        ({"local_batch_sizes": (9, 3)}, ((), ()), (1, None), (9, 3)),
-        ({}, ((3, 2), ()), (3, None), (5, 5)),  # batch normalisation needs two samples, another part three
-        ({}, ((), (2, 3)), (3, None), (5, 5)),
-    ],
-    ids=str,
-)
-def test_each_rank_gets_as_much_as_it_can_hold_and_what_one_needs_all_get(config, needs, bounds, sizes):
-    assert run_ranks(_sharded, 2, config, needs) == [(*bounds, sizes)] * 2
+def _another_order(rank):
+    session_of(rank, 2, seed=rank)
 
 
 def test_ranks_that_draw_another_order_are_told():
-    errors = run_ranks(_sharded, 2, {}, ((), ()), (0, 1), expect_errors=True)
+    errors = run_ranks(_another_order, 2, expect_errors=True)
     assert [(rank, kind) for rank, kind, _ in errors] == [(0, "PlanMismatchError"), (1, "PlanMismatchError")]
     assert all("training data" in message for *_, message in errors)
-
-
-def _falls(rank, config, planner, bounds):
-    """The memory bounds of both ranks fall in the run; the plans of the round behind that, and of the last one."""
-    session, _ = session_of(rank, 2, **config)
-    engine = session.engine
-    if bounds[rank]:
-        engine.data.lower_memory_bound(bounds[rank])
-    kept = engine.exchange(planner, last=True).entry
-    try:
-        entry = engine.exchange(planner).entry
-        return kept, None if entry is None else entry.plan.local_batch_sizes
-    finally:
-        session.close()
-
-
-@pytest.mark.parametrize(
-    ("config", "planner", "sizes"),
-    [
-        ({"policy": "even"}, None, (6, 2)),
-        ({}, StaticPlanner(), (6, 2)),
-        ({"local_batch_sizes": (4, 4)}, None, None),  # what the user has fixed keeps its sizes
-    ],
-)
-def test_all_ranks_take_a_plan_within_the_bound_of_one_unless_training_ends(config, planner, sizes):
-    assert run_ranks(_falls, 2, config, planner, (None, 2)) == [(None, sizes)] * 2
-
-
-def test_a_total_that_no_longer_fits_is_an_error_on_all_ranks():
-    errors = run_ranks(_falls, 2, {}, None, (3, 3), expect_errors=True)
-    assert [(rank, kind) for rank, kind, _ in errors] == [(0, "ValueError"), (1, "ValueError")]
-    assert all("total batch of 8" in text for *_, text in errors)
 
 
 # plans of a checkpoint
@@ -319,46 +214,7 @@ def test_a_run_goes_on_with_the_plans_of_its_checkpoint(slots, planner, batch_si
     assert found[0][2] == found[1][2]
 
 
-def test_stale_sums_are_saved_again_where_no_model_and_no_data_has_come():
-    engine = HeteroEngine(HeteroConfig(), rank=0, world_size=1, device=CPU)
-    held = {"delayed": ["w"], "sums": {"w": torch.ones(2)}}
-    engine.load_state_dict({"staleness": held})
-    assert engine.state_dict() == {"staleness": held}
-
-
 # what costs of samples teach
-
-PLAN, DIVISION = BatchPlan(12, (8, 4)), CostDivision(np.ones(12), CostWeights.of("cost"))
-
-
-def seen(count, seed=0, sizes=(8, 4), speeds=(1.0, 2.0)):
-    """Steps that take as long as the padded cost of each share."""
-    rng = np.random.default_rng(seed)
-    work = np.array([[share_features(rng.lognormal(0, 0.6, n)) for n in sizes] for _ in range(count)])
-    compute = 3.0 + np.array(speeds) * (work @ np.array((0, 0, 1, 0, 0))) * np.exp(rng.normal(0, 0.01, (count, 2)))
-    planned, zero = np.tile(np.array(sizes, dtype=float), (count, 1)), np.zeros((count, 2))
-    return StepObservations(planned, 0.5 * compute, 0.5 * compute, zero, zero, zero, compute, work=work)
-
-
-def test_learned_weights_of_costs_are_proposed_once_or_carried_by_a_plan():
-    learning = CostLearning(DIVISION)
-    few = learning.observe(seen(3), PLAN)
-    assert learning.carried_by(Decision(None, kept="few"), PLAN) == Decision(None, kept="few")
-    reduced = learning.observe(seen(40), PLAN)
-    assert (reduced.compute.std(axis=0) < 0.2 * seen(40).compute.std(axis=0)).all(), "planners see what does not vary"
-    assert few.num_steps == 3
-    alone = learning.carried_by(Decision(None, kept="nothing to gain"), PLAN)
-    assert (alone.proposal.plan.local_batch_sizes, alone.kept) == (PLAN.local_batch_sizes, None)
-    assert min(alone.proposal.plan.cost.fixed) > 0.5, "what a step costs whatever its share"
-    proposed = Proposal(BatchPlan(12, (9, 3)), "faster")
-    old = replace(PLAN, cost=CostWeights.of("samples"))
-    for running in (PLAN, old):
-        carried = learning.carried_by(Decision(None, proposed), running).proposal.plan
-        assert (carried.local_batch_sizes, carried.cost.theta) == ((9, 3), alone.proposal.plan.cost.theta)
-    own = Proposal(replace(proposed.plan, cost=CostWeights.of("samples")), "given")
-    assert learning.carried_by(Decision(None, own), PLAN).proposal == own
-    learning.observe(seen(40, seed=1), alone.proposal.plan)
-    assert learning.carried_by(Decision(None), alone.proposal.plan).proposal is None, "they have hardly changed"
 
 
 @pytest.mark.parametrize("row", [2, 4, 6], ids=["padded", "packed", "fixed"])
