@@ -15,19 +15,19 @@ from lightning_hetero import BatchPlan, solve_optperf
 from lightning_hetero.core import StepObservations
 from lightning_hetero.core.policies.base import PlanContext
 from lightning_hetero.simulate import LinkProfile
-from tests.warm.interpreter import warmed
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 EVIDENCE = pytest.mark.slow("evidence changes with a benchmark, not with a change of the package")
 
 
+@pytest.mark.slow("imports all benchmarks in two interpreters")
 def test_every_benchmark_finds_what_it_imports():
     code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
     for folder in (FOLDER, FOLDER / "papers"):
         names = sorted(path.stem for path in folder.glob("*.py"))
         assert names
         done = subprocess.run(
-            warmed(sys.executable, "-c", code, *names),
+            [sys.executable, "-c", code, *names],
             cwd=folder,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER)},
             capture_output=True,

@@ -20,7 +20,6 @@ from lightning_hetero import cli
 from lightning_hetero.accelerate.plugin import NAMES
 from lightning_hetero.cli.launch import read_config
 from tests.ranks import free_port
-from tests.warm.interpreter import warmed
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[2]
@@ -315,14 +314,11 @@ CHANGES = {  # the two lines that a script for plain Accelerate changes
 }
 
 
-def execute(*command, limit=120, warm=True, **env):
-    """Exit code and output of a command; its processes are ended if it takes longer.
-
-    Each has to import torch if it is not ``warm``, and with it ours if the flag asks for it.
-    """
+def execute(*command, limit=120, **env):
+    """Exit code and output of a command; its processes are ended if it takes longer."""
     defaults = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
     process = subprocess.Popen(
-        warmed(*command) if warm else list(map(str, command)),
+        list(map(str, command)),
         env={**os.environ, **defaults, "PYTHONPATH": str(ROOT), **env},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -369,8 +365,9 @@ SIZES = {"ACCELERATE_HETERO_LOCAL_BATCH_SIZES": "13,3"}
 FLAG = {"ACCELERATE_USE_HETERO": "true"}
 
 
+@pytest.mark.slow("starts four interpreters")
 def test_our_launcher_makes_an_unchanged_script_uneven(scripts):
-    """The quick one of the launches; the result is that of one process."""
+    """The result is that of one process."""
     one = result_of(execute(sys.executable, scripts[0], 16))
     two = result_of(launched("--cpu", "--num_processes", 2, "--hetero_local_batch_sizes", "13,3", scripts[0], 8))
     assert (one["processes"], two["processes"], two["history"]) == (1, 2, [[13, 3]])
@@ -380,7 +377,7 @@ def test_our_launcher_makes_an_unchanged_script_uneven(scripts):
 def from_file(folder, script):
     base = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_CPU", "num_processes": 2}
     path = config_file(folder, **base, use_cpu=True, hetero_config={"local_batch_sizes": [13, 3]})
-    return launched("--config_file", path, "--hetero_replan", "epoch", script, 8, warm=False)
+    return launched("--config_file", path, "--hetero_replan", "epoch", script, 8)
 
 
 def by_accelerate(script, **env):
@@ -390,14 +387,14 @@ def by_accelerate(script, **env):
 
 LAUNCHERS = {
     "torchrun, two changed lines": lambda folder, plain, hetero: torchrun(hetero, 8, **SIZES),
-    "torchrun, the flag": lambda folder, plain, hetero: torchrun(plain, 8, warm=False, **FLAG, **SIZES),
-    "accelerate launch, the flag": lambda folder, plain, hetero: by_accelerate(plain, warm=False, **FLAG),
+    "torchrun, the flag": lambda folder, plain, hetero: torchrun(plain, 8, **FLAG, **SIZES),
+    "accelerate launch, the flag": lambda folder, plain, hetero: by_accelerate(plain, **FLAG),
     "accelerate launch, two changed lines": lambda folder, plain, hetero: by_accelerate(hetero),
     "a section of the config file": lambda folder, plain, hetero: from_file(folder, hetero),
 }
 
 
-@pytest.mark.slow("starts interpreters, some of them cold")
+@pytest.mark.slow("starts interpreters")
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_every_launcher_gives_the_result_of_one_process(launcher, scripts, tmp_path):
     one = result_of(execute(sys.executable, scripts[0], 16))
@@ -428,7 +425,7 @@ def test_accelerates_own_test_script_passes(tmp_path):
 def test_a_file_of_default_answers_trains_together(scripts, tmp_path):
     """On this machine, whatever it has; ACCELERATE_USE_CPU is left to the launcher."""
     path = tmp_path / "config.yaml"
-    command = warmed(BIN / "lightning-hetero", "config", "--config_file", path)
+    command = [BIN / "lightning-hetero", "config", "--config_file", path]
     subprocess.run(command, input="2" + "\n" * 20, text=True, check=True, timeout=60)
     run = launched("--config_file", path, "--hetero_local_batch_sizes", "11,5", scripts[1], 8, ACCELERATE_USE_CPU="")
     assert result_of(run)["history"] == [[11, 5]]
@@ -449,7 +446,7 @@ def test_a_script_that_fails_ends_the_launch_with_its_code(tmp_path, capfd, star
     assert "exit code 7" in capfd.readouterr().err
 
 
-@pytest.mark.slow("a cold interpreter that forks two processes")
+@pytest.mark.slow("an interpreter that forks two processes")
 def test_a_launcher_of_functions_hands_the_flag_on():
     code = (
         "import torch\n"
@@ -462,7 +459,7 @@ def test_a_launcher_of_functions_hands_the_flag_on():
         "debug_launcher(train, num_processes=2)\n"
     )
     sizes = {"ACCELERATE_HETERO_LOCAL_BATCH_SIZES": "6,2"}
-    code, output = execute(sys.executable, "-c", code, warm=False, **FLAG, **sizes)
+    code, output = execute(sys.executable, "-c", code, **FLAG, **sizes)
     assert code == 0, output
     assert "[6, 6]" in output  # ranks may write into each other's lines
     assert "[2, 2]" in output

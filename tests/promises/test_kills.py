@@ -31,7 +31,6 @@ from tests.preemption import runs
 from tests.promises.faults import MODES, Fault, Injector
 from tests.promises.saving_script import POINTS, SAMPLES, main
 from tests.ranks import free_port, run_ranks
-from tests.warm.interpreter import warm_python, warmed
 
 LAUNCHED = pytest.mark.slow("starts launchers and workers, which takes seconds, and kills them")
 ROOT = Path(__file__).parents[2]
@@ -185,7 +184,7 @@ def test_more_kills_than_restarts_are_an_error(agent, tmp_path, point):
 def test_the_command_starts_a_killed_worker_again(start, tmp_path):
     (tmp_path / "kill").write_text("1 backward 5\n")
     command = torchrun(tmp_path, "--standalone", "--nproc_per_node=2", "--max-restarts=1", epochs=1)
-    process = start(*warmed(*command), **ANEW)
+    process = start(*command, **ANEW)
     wait_for(lambda: process.poll() is not None, tmp_path)
     assert process.returncode == 0, logs(tmp_path)
     assert json.loads((tmp_path / "done").read_text()) == {"step": 12, "world": 2}
@@ -240,7 +239,7 @@ def test_two_tasks_find_each_other_by_slurms_variables(start, tmp_path):
         "SLURM_NODELIST": "localhost",
         "MASTER_PORT": str(free_port()),
     }
-    command = [warm_python(), SCRIPT, tmp_path, 4, 1]
+    command = [sys.executable, SCRIPT, tmp_path, 4, 1]
     tasks = [start(*command, **slurm, SLURM_PROCID=str(task), SLURM_LOCALID=str(task)) for task in range(2)]
     wait_for(lambda: all(task.poll() is not None for task in tasks), tmp_path)
     assert [task.returncode for task in tasks] == [0, 0], logs(tmp_path)
@@ -292,7 +291,7 @@ def test_torchrun_with_keepers_goes_on_without_a_killed_worker(start, tmp_path):
     """The command of the documentation."""
     (tmp_path / "train.py").write_text(KEPT)
     keeper = ("--standalone", "--nproc-per-node=3", "-m", "lightning_hetero.keeper", "--max-restarts=2")
-    process = start(*warmed(TORCHRUN, *keeper, tmp_path / "train.py", tmp_path), PYTHONPATH=str(ROOT))
+    process = start(TORCHRUN, *keeper, tmp_path / "train.py", tmp_path, PYTHONPATH=str(ROOT))
     wait_for(lambda: process.poll() is not None, tmp_path, 150)
     text = (tmp_path / "log-0").read_text()
     assert process.returncode == 0, text[-5000:]
