@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -47,13 +46,6 @@ def doctor(monkeypatch, capsys):
     return _doctor
 
 
-def broken(text):
-    def measure(*given):
-        raise RuntimeError(text)
-
-    return measure
-
-
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_alone(doctor, precision):
     code, found, _ = doctor("--json", "--precision", precision)
@@ -62,23 +54,11 @@ def test_alone(doctor, precision):
     assert (found["world_size"], found["precision"], found["failures"]) == (1, precision, [])
     assert row["speed"]["flops"] > 0
     assert row["device"]["memory"] >= row["device"]["free"] > 0
-    assert found["autoload"]["works"]
     assert any("torchrun" in text for text in found["advice"])
     assert os.uname().nodename not in re.findall(r"[\w.-]+", json.dumps(found))
     code, text, _ = doctor("--precision", precision)
     assert code == 0
     assert re.search(r"^0 .* [\d.]+ [GT]FLOP/s ", text, re.M)
-
-
-def test_a_device_that_fails_is_said_without_names_and_addresses(doctor, monkeypatch):
-    text = f"'/home/me/run 1/x.py' of {os.uname().nodename} to [::ffff:10.1.2.3]:80, at 12:30, 3/4 of 1.5 GB/s"
-    monkeypatch.setattr(module, "measure_speed", broken(f"{text}\nand more"))
-    code, found, _ = doctor("--json")
-    (failure,) = found["failures"]
-    assert code == 1
-    assert "RuntimeError: 'FOLDER 1/x.py' of host 0 to [ADDRESS]:80, at 12:30, 3/4 of 1.5 GB/s" in failure
-    assert found["versions"]["torch"]
-    assert text in doctor("--json", "--hosts")[1]["failures"][0]
 
 
 def test_memory_of_a_cpu_is_that_of_its_cgroup(doctor, monkeypatch):
@@ -93,7 +73,6 @@ def test_memory_of_a_cpu_is_that_of_its_cgroup(doctor, monkeypatch):
         ({"WORLD_SIZE": "", "RANK": ""}, None),
         ({"WORLD_SIZE": "2"}, "RANK, MASTER_ADDR and MASTER_PORT"),
         ({"WORLD_SIZE": "4", "RANK": "3", "MASTER_PORT": "1", "MASTER_ADDR": ""}, "MASTER_ADDR is not"),
-        ({"WORLD_SIZE": "4", "RANK": "4", "MASTER_PORT": "1", "MASTER_ADDR": "a"}, "RANK=4"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
         ({"GLOO_SOCKET_IFNAME": "eth99"}, "eth99"),
     ],
@@ -170,11 +149,9 @@ def test_ranks_that_find_no_other_one_say_so_and_the_first_is_checked(doctor):
     assert "rank 1" in found["failures"][0]
     assert found["ranks"][0]["speed"]["flops"] > 0
     code, text, errors = doctor("--timeout", "0.1", RANK="1")
-    assert (code, text) == (1, "")
-    assert "rank 1" in errors
-    code, _, errors = doctor("--timeout", "0.1", TORCHELASTIC_RUN_ID="1")
+    assert (code, text, "rank 1" in errors) == (1, "", True)
+    code, _, _ = doctor("--timeout", "0.1", TORCHELASTIC_RUN_ID="1")
     assert code == 0, "torchrun would end the first rank, which has more to say"
-    assert "rank 1" in errors
 
 
 @pytest.mark.slow("torchrun starts interpreters; the same ranks are tested together above")
@@ -326,13 +303,13 @@ def test_uneven_batches_are_advised_where_they_gain_with_the_slowest_ranks(exami
 
 
 def test_the_document_names_nobody_unless_it_is_asked_to(examined):
-    lost = {"speed": [Failure("cannot reach 10.0.0.7:29500 from lab2")]}
-    found = examined(process(1, "lab2"), **lost)
-    text = json.dumps(found)
+    text = "'/home/me/run 1/x.py' of lab2 to [::ffff:10.1.2.3]:80, at 12:30, 3/4 of 1.5 GB/s"
+    found = examined(process(1, "lab2"), speed=[Failure(text)])
     assert [row["host"] for row in found["ranks"]] == ["host 0", "host 1"]
-    assert [name for name in ("lab1", "lab2", "10.0.0.7", str(Path.home()), "identity") if name in text] == []
-    named = json.dumps(examined(process(1, "lab2"), hosts=True, **lost))
-    assert all(name in named for name in ("lab1", "lab2", "10.0.0.7"))
+    assert "'FOLDER 1/x.py' of host 1 to [ADDRESS]:80, at 12:30, 3/4 of 1.5 GB/s" in found["failures"][0]
+    assert [name for name in ("lab1", "lab2", "10.0.0.7", "identity") if name in json.dumps(found)] == []
+    named = json.dumps(examined(process(1, "lab2"), hosts=True, speed=[Failure(text)]))
+    assert all(name in named for name in ("lab1", "lab2", "10.0.0.7", text))
 
 
 def test_a_launcher_that_ends_the_process_does_not_lose_what_was_found(doctor, monkeypatch):

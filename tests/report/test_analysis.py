@@ -14,7 +14,7 @@ from lightning_hetero.core.report.advice import advice
 from lightning_hetero.core.report.analysis import PHASES, RunFigures
 from lightning_hetero.core.report.json_lines import as_line
 from lightning_hetero.core.report.limit import limit_of
-from lightning_hetero.core.report.lost_time import lost_time, straggler_spans
+from lightning_hetero.core.report.lost_time import straggler_spans
 from lightning_hetero.core.report.records import EndRecord, RoundRecord, StragglerRecord
 from lightning_hetero.core.report.run_record import RunRecord
 from lightning_hetero.core.report.summary import summary_of
@@ -179,7 +179,6 @@ LIMITS = [
     ("computing, balanced", noisy(1.08, 0.1)),  # three standard errors of nine steps are a tenth
     ("rank 1's", noisy(1.12, 0.1)),
     ("loading, balanced", at((20, 10), data=(0.06, 0.06))),
-    ("computing of ranks 0 and 2", at((16, 4, 16), [NODES[0], NODES[1], NODES[0]])),
     ("computing of 4 of 5", at((16, 4, 16, 16, 16), [NODES[0], NODES[1], *[NODES[0]] * 3])),
     ("computing$", at((16,), NODES[:1])),
     ("computing, balanced", replace(at((20, 10)), step_time=at((20, 10)).step_time / 0.76)),
@@ -274,37 +273,3 @@ def test_lost_seconds_are_those_that_the_detector_counted_also_of_a_run_that_was
     assert RunFigures(run).lost == pytest.approx(detector.lost)
     assert detector.lost == pytest.approx(8 * sum(max(busy) - 0.1 for busy in SCENES[name]))
     assert any(one.end is None for one in straggler_spans(run)) != ended
-
-
-def line(time, event, rank=1, lost=1.0, phase="data"):
-    return StragglerRecord(time, event, rank, phase, 0, 1, 0.1, lost)
-
-
-def spans(*lines, rounds=(1.0, 2.0, 3.0, 4.0)):
-    records = [RoundRecord(time, 0, int(time), int(10 * time), 0, (8, 8, 8)) for time in rounds]
-    return straggler_spans(RunRecord.of([header(3), *records, *lines]))
-
-
-@pytest.mark.parametrize(
-    ("lines", "first", "lost"),
-    [
-        ([line(1.0, "begin"), line(4.0, "end", lost=6.0)], 0, (1.0, 2.0, 3.0)),
-        ([line(1.9, "begin"), line(2.1, "end", lost=6.0)], 1, (6.0,)),
-        ([line(3.0, "begin", lost=0.5), line(4.5, "end", lost=2.5)], 2, (0.5, 2.0)),
-        ([line(3.0, "end", lost=2.0)], 1, (2.0,)),
-        ([line(2.0, "begin")], 1, (1.0, 3.0, 4.0)),
-        ([line(9.0, "begin")], 4, (1.0,)),
-    ],
-)
-def test_what_lies_between_begin_and_end_is_shared_out_by_steps(lines, first, lost):
-    (one,) = spans(*lines)
-    assert (one.first, one.lost, one.total) == (first, pytest.approx(lost), pytest.approx(sum(lost)))
-    assert lost_time([one]) == pytest.approx(sum(lost))
-    assert lost_time([one, one]) == pytest.approx(sum(lost)), "a round waits for one of them"
-
-
-def test_ends_go_with_the_begin_of_the_same_worker_and_phase():
-    again = line(1.0, "begin", phase="link", rank=-1)
-    first, second, third = spans(line(1.0, "begin"), again, line(2.0, "end"), line(3.0, "end"))
-    assert (first.known.phase, first.end.time, second.end, third.begin) == ("data", 2.0, None, None)
-    assert (spans(line(1.0, "begin"), rounds=())[0].lost, lost_time([])) == ((1.0,), 0.0)

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroDDPStrategy
 from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
-from lightning_hetero.comm.collectives import async_ops as sums
 from lightning_hetero.report import RunFigures, read_run
 from lightning_hetero.simulate import DeviceProfile, EmulatedDevice, EmulatedDeviceCallback
 from lightning_hetero.simulate.devices.emulated_device import HostClock
@@ -148,91 +147,6 @@ def test_what_was_recorded_before_a_failure_can_be_read(tmp_path, how, status):
     assert len(run.rounds) >= 3
     assert run.damaged == 0
     assert run.end.status.startswith(status) if status else run.end is None
-
-
-# faults in each phase
-
-STEPS, PAUSE = 40, 0.03  # steps of each fault and between two of them, seconds that it takes
-
-
-class Late(Points):
-    """A dataset that does something for each sample."""
-
-    def __init__(self, n, late):
-        super().__init__(n)
-        self.late = late
-
-    def __getitem__(self, i):
-        self.late()
-        return super().__getitem__(i)
-
-
-class Faulty(Regressor):
-    """Pauses in one phase of one rank at a time, by counted time: from data to the optimizer, and the link at last."""
-
-    FAULTS = (("data", 1), ("forward", 0), ("backward", 1), ("optimizer", 0), ("link", -1))
-
-    def __init__(self, counted):
-        super().__init__()
-        self.count, self.counted, self.start = 0, counted, sums.async_all_reduce
-
-    def on_train_start(self):
-        self.net[0].weight.register_hook(lambda gradient: self.pause("backward"))
-        sums.async_all_reduce = self.reduced  # the counted time of the job puts back what was there
-
-    def reduced(self, buffer, group=None):
-        self.pause("link", rank=-1)
-        return self.start(buffer, group)
-
-    def pause(self, phase, rank=None, seconds=PAUSE):
-        """Take a while if the running step has this fault."""
-        number, odd = divmod(self.count // STEPS, 2)
-        rank = self.global_rank if rank is None else rank
-        if odd and number < len(self.FAULTS) and self.FAULTS[number] == (phase, rank):
-            self.counted.sleep(seconds)
-
-    def forward(self, x):
-        self.pause("forward")
-        self.counted.spend(FAST.q * len(x) + FAST.s)
-        y = super().forward(x)
-        y.register_hook(lambda _: self.counted.spend(FAST.k * len(x) + FAST.m))
-        return y
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.count += 1
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
-        optimizer.register_step_post_hook(lambda *_: self.pause("optimizer"))
-        return optimizer
-
-
-def _faulty(rank, folder):
-    said = recording()
-    model = Faulty(CountedTime(rank, 1e9))
-    dataset = Late(8 * (2 * len(model.FAULTS) + 1) * STEPS, lambda: model.pause("data", rank, PAUSE / 4))
-    settings = {"replan": 10, "policy": "static"}
-    fit(rank, settings, 2, 4, model=model, dataset=dataset, logger=CSVLogger(folder), max_epochs=1)
-    return said
-
-
-def test_injected_faults_are_named_with_their_phase_and_end(tmp_path):
-    """And nothing else is."""
-    said, other = run_ranks(_faulty, 2, str(tmp_path))
-    records = read_run(tmp_path).stragglers
-    begins = [one for one in records if one.event == "begin"]
-    assert [(one.phase, one.rank) for one in begins] == list(Faulty.FAULTS)
-    for number, begin in enumerate(begins):
-        first = (2 * number + 1) * STEPS
-        assert first <= begin.step <= first + 15
-        assert begin.cost == pytest.approx(PAUSE, rel=0.1)
-        (end,) = [one for one in records if one.event == "end" and (one.phase, one.rank) == (begin.phase, begin.rank)]
-        assert end.relieved == "recovered"
-        assert first + STEPS <= end.step <= first + STEPS + 20
-        assert end.lost == pytest.approx(PAUSE * STEPS, rel=0.3)
-    told = [line for line in said if "has made all others wait" in line or "link has been slower" in line]
-    assert len(told) == len(begins)
-    assert not [line for line in other if "wait" in line]
 
 
 # other front ends

@@ -125,13 +125,11 @@ def of_rows(*steps, count=1, **changed):
     ("name", "rows"),
     [
         ("more than fits", [row(step_time=0.05)] * 2),
-        ("a backward pass beyond its end", [row(backward=0.5)] * 2),
         ("a step time that is not known", [row(), row(step_time=math.nan)]),
         ("clocks that differ", [row(step_time=0.2), row(step_time=0.201)]),
         ("a bucket that is missing", [row(ends=(math.nan, 0.07))] * 2),
         ("ends that fall", [row(ends=(0.09, 0.07))] * 2),
         ("no time at all", [row(forward=0.0, backward=0.0, data=0.0, optimizer=0.0, ends=(0.0,), last_sync=0.0)] * 2),
-        ("a first bucket after the last", [row(first_bucket=0.5)] * 2),
     ],
 )
 @pytest.mark.parametrize("count", [1, 4])

@@ -15,7 +15,6 @@ from lightning_hetero.core.checkpoint_state import (
     DamagedCheckpointError,
     changed_since,
     check_checksums,
-    check_tensors,
     reading_state,
     with_checksums,
 )
@@ -24,7 +23,7 @@ from lightning_hetero.core.whole_file import damage_of, write_file
 # state that cannot be read
 
 
-@pytest.mark.parametrize("error", [KeyError, TypeError, ValueError, AttributeError, OverflowError, IndexError])
+@pytest.mark.parametrize("error", [KeyError, TypeError, OverflowError])
 def test_what_malformed_values_raise_is_named_with_the_innermost_state_that_was_read(error):
     with (
         pytest.raises(CheckpointStateError, match=f"the plans .*{error.__name__}") as raised,
@@ -35,13 +34,6 @@ def test_what_malformed_values_raise_is_named_with_the_innermost_state_that_was_
     assert isinstance(raised.value.__cause__, error)
     with pytest.raises(RuntimeError, match="out of memory"), reading_state("the plans"):
         raise RuntimeError("out of memory")
-
-
-@pytest.mark.parametrize("values", [[torch.zeros(1)], {"weight": 1.0}, {0: torch.zeros(1)}])
-def test_tensors_by_name_are_that(values):
-    check_tensors("sums", {"weight": torch.zeros(1)})
-    with pytest.raises(TypeError, match="sums"):
-        check_tensors("sums", values)
 
 
 # state that has changed
@@ -59,11 +51,9 @@ STATE = {
     ("name", "value"),
     [
         ("number", 0.10000000000000002),
-        ("none", 0),
         ("deep", {1: [(2, "a"), True], "x": {"y": 0.0}}),
         ("deep", {1: [2, "a", True], "x": {"y": -0.0}}),
         ("array", np.arange(4.0).reshape(2, 2)),
-        ("array", np.arange(4.0) + 1e-15),
         ("tensor", torch.tensor([[1.0, 2.0]])),
     ],
 )
@@ -150,27 +140,6 @@ def test_any_name_will_do(tmp_path, name):
     for content in (b"first", b"second"):
         write_file(tmp_path / name, content)
         assert contents(tmp_path) == {name: content}
-
-
-def _writes_often(path, content):
-    for _ in range(20):
-        write_file(path, content)
-
-
-def test_two_processes_may_write_one_file(tmp_path):
-    path, wanted = tmp_path / "last.ckpt", [bytes([letter]) * 1_000_000 for letter in b"AB"]
-    write_file(path, wanted[0])
-    writers = [FORK.Process(target=_writes_often, args=(path, content)) for content in wanted]
-    for one in writers:
-        one.start()
-    seen = set()
-    while any(one.is_alive() for one in writers):
-        seen.add(path.read_bytes())
-    for one in writers:
-        one.join()
-    assert [one.exitcode for one in writers] == [0, 0]
-    assert {*seen, path.read_bytes()} <= set(wanted)
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def _writes_for_ever(path, begun):

@@ -8,7 +8,6 @@ import pytest
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.compression.settings import BlockTopK
 from lightning_hetero.core.policies import POLICIES
-from lightning_hetero.core.policies.goodput import GoodputPlanner
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.simulate import ClusterSimulator, DeviceProfile, Join, Leave, LinkProfile, NoiseTrajectory
 from tests.simulate.planners import Watching
@@ -56,20 +55,6 @@ def test_a_slowdown_of_the_profile_is_followed():
     assert result.share_since(250) > 0.98
     assert result.optimum[99] < result.optimum[100]
     assert abs(result.sizes[99, 0] - 100) <= 4 < result.sizes[-1, 0] - 110
-
-
-@pytest.mark.parametrize(
-    ("devices", "given", "sizes"),
-    [
-        ([DeviceProfile(1e-3, 0, 2e-3, 0, memory=60), DeviceProfile(4e-3, 0, 8e-3, 0)], {}, [60, 40]),
-        (cluster((1.0, 0.1)), {"min_local": 30}, [70, 30]),
-    ],
-    ids=["memory", "min_local"],
-)
-def test_bounds_of_sizes_hold_for_the_split_and_the_optimum(devices, given, sizes):
-    simulator = ClusterSimulator(devices, 100, **given)
-    assert simulator.run(60).sizes[-1].tolist() == sizes
-    assert simulator.optimum()[1].tolist() == sizes
 
 
 # sync rounds
@@ -159,26 +144,6 @@ def test_what_is_slow_stays_slow_when_others_join_or_leave():
     np.testing.assert_allclose(simulator.run(1).seconds[-1], 1 + 4 / 3)
     with pytest.raises(ValueError, match="factors"):
         simulator.slow_down([1, 2])
-
-
-# totals
-
-
-def test_the_total_goes_where_goodput_is_highest():
-    devices, scale = cluster((1.0, 0.5, 0.25), jitter=0.02), 2000.0
-    noise = NoiseTrajectory(lambda samples: scale, errors=(0.1, 0.05))
-    planner = GoodputPlanner(max_total_batch_size=20_000)
-    simulator = ClusterSimulator(devices, 60, link=LINK, policy=planner, noise_scale=noise, seed=1)
-    result = simulator.run(300)
-
-    def goodput(total):
-        return total / simulator.optimum(total)[0] * (scale + 60) / (scale + total)
-
-    best = max(goodput(total) for total in np.unique(np.geomspace(60, 20_000, 200).astype(int)))
-    assert goodput(int(result.totals[-1])) > 0.97 * best
-    assert result.totals[0] == 60
-    assert (result.sizes.sum(axis=1) == result.totals).all()
-    assert result.samples[-1] == result.totals.sum()
 
 
 # results and errors

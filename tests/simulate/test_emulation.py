@@ -1,16 +1,13 @@
-"""A module takes exactly the time of a device: alone, in Fabric and Accelerate, and on each rank of a Trainer."""
+"""A module takes exactly the time of a device: alone and on each rank of a Trainer."""
 
-import time
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_hetero.simulate import DeviceProfile, EmulatedDevice, EmulatedDeviceCallback, ThinLink
+from lightning_hetero.simulate import DeviceProfile, EmulatedDevice, EmulatedDeviceCallback
 from lightning_hetero.simulate.devices.emulated_device import HostClock
 from tests.helpers import Points, Regressor, trainer_of
 from tests.ranks import RankError, run_ranks
@@ -143,20 +140,6 @@ def test_bad_input_is_named(wrong):
         EmulatedDevice(**{"profile": PROFILE, **wrong})
 
 
-def test_fabric_and_accelerate_train_at_its_speed():
-    accelerate = pytest.importorskip("accelerate")
-    fabric, accelerator = Fabric(accelerator="cpu", devices=1), accelerate.Accelerator(cpu=True)
-    for prepare, backward in ((fabric.setup, fabric.backward), (accelerator.prepare, accelerator.backward)):
-        device, clock = emulated()
-        device.attach(net := model())
-        wrapped, optimizer = prepare(net, torch.optim.SGD(net.parameters(), 0.1))
-        for step in range(1, 4):
-            backward(wrapped(torch.zeros(8, 4)).sum())
-            optimizer.step()
-            optimizer.zero_grad()
-            assert clock.seconds == pytest.approx(step * (FORWARD + BACKWARD))
-
-
 # in a Trainer
 
 FAST = DeviceProfile(q=0.0005, s=0.001, k=0.0005, m=0.001, jitter=0.1, name="fast")
@@ -231,31 +214,3 @@ def test_evaluation_takes_the_forward_pass():
     trainer.predict(net, data)
     assert clock.seconds == pytest.approx(6 * FORWARD)
     assert callback.device.passes == 0, "jitter and slowdowns are those of passes of training"
-
-
-def test_after_an_error_nothing_is_paced():
-    (callback, clock), net = virtual(PROFILE), Plain()
-    net.on_before_optimizer_step = lambda *_: 1 // 0
-    with pytest.raises(ZeroDivisionError):
-        trainer_of("auto", 1, callbacks=[callback]).fit(net, loader(16))
-    ended = clock.seconds
-    net.loss(next(iter(loader(8)))).backward()
-    assert clock.seconds == ended
-
-
-def _thin(rank):
-    """Seconds of each step of a device behind a thin link."""
-    ends, net = [], Plain()
-    net.on_train_batch_end = lambda *_: ends.append(time.perf_counter())
-    bytes_of_gradient = 4 * sum(parameter.numel() for parameter in net.parameters())
-    device = DeviceProfile(q=0.0, s=0.05, k=0.0, m=0.05)
-    trainer = trainer_of("hetero_ddp", 2, callbacks=[EmulatedDeviceCallback(device)], max_epochs=1)
-    with ThinLink(bytes_of_gradient / 0.2, world_size=2):  # the all-reduce of two workers sends each byte once
-        trainer.fit(net, loader(24, 4))
-    return [after - before for before, after in pairwise(ends)]
-
-
-def test_a_thin_link_comes_on_top():
-    for seconds in run_ranks(_thin, 2):
-        assert len(seconds) == 2
-        assert min(seconds) >= 0.1 + 0.2 - 0.01  # one bucket, which is ready when the backward pass ends

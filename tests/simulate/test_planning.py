@@ -333,12 +333,3 @@ def test_shares_of_the_optimum_are_those_of_the_splits_that_ran():
     assert answer.steps_to_5_percent == int(np.argmax(times <= 1.05 * optimum))
     assert answer.steps_to_1_percent == int(np.argmax(times <= 1.01 * optimum))
     assert answer.samples_per_second == pytest.approx(60 * 40 / answer.seconds)
-
-
-@pytest.mark.parametrize("name", ["A", "D-GPU-CPU"])
-def test_the_learned_split_comes_near_the_planned_one(name):
-    cluster = read_cluster(name, Given(workload="resnet50-imagenet", jitter=0.02, total_batch_size=256, rate=1e12))
-    planned, learned = plan_cluster(cluster), simulate_cluster(cluster, steps=150)
-    assert learned.share_at_the_end > 0.98
-    assert learned.optimum == pytest.approx(planned.step_time, rel=1e-3)
-    assert learned.steps_to_5_percent <= 60
