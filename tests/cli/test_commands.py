@@ -75,23 +75,6 @@ def test_exit_codes_say_who_is_to_blame(error, code, told, monkeypatch, run):
         assert (found, told in err) == (code, True)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "train.py",
-        "--num-processes 3 --mixed_precision bf16 --cpu -m train --num_processes 4 -- -1",
-        "--use_fsdp --fsdp_offload_params true --main_process_port 29501 train.py",
-    ],
-)
-def test_launch_reads_the_options_of_accelerate_as_it_does(line, monkeypatch):
-    accelerate = pytest.importorskip("accelerate.commands.launch")
-    given = []
-    monkeypatch.setattr("lightning_hetero.cli.launch.run", lambda options: given.append(vars(options)) or 0)
-    assert cli.main(["launch", *line.split()]) == 0
-    expected = vars(accelerate.launch_command_parser().parse_args(line.split()))
-    assert {name: value for name, value in given[0].items() if not name.startswith("hetero_")} == expected
-
-
 def test_options_come_from_the_command_line_only(monkeypatch):
     """A user's own LightningCLI may read the environment by this variable of jsonargparse."""
     given = []

@@ -126,9 +126,7 @@ def of_rows(*steps, count=1, **changed):
     [
         ("more than fits", [row(step_time=0.05)] * 2),
         ("a step time that is not known", [row(), row(step_time=math.nan)]),
-        ("clocks that differ", [row(step_time=0.2), row(step_time=0.201)]),
         ("a bucket that is missing", [row(ends=(math.nan, 0.07))] * 2),
-        ("ends that fall", [row(ends=(0.09, 0.07))] * 2),
         ("no time at all", [row(forward=0.0, backward=0.0, data=0.0, optimizer=0.0, ends=(0.0,), last_sync=0.0)] * 2),
     ],
 )
@@ -141,8 +139,7 @@ def test_rows_that_do_not_agree_still_give_a_trace(name, rows, count):
 
 def test_several_backward_passes_in_a_batch_keep_their_time():
     events = traced(of_rows(*[[row(backward=0.1)]] * 2))
-    backward = [end - start for _, row_, _, start, end in events if row_ == "backward"]
-    assert sum(backward) == pytest.approx(2 * 0.1)
+    assert sum(end - start for _, name, _, start, end in events if name == "backward") == pytest.approx(2 * 0.1)
 
 
 @pytest.mark.parametrize("sample", [(), (((1.0, 2.0),),), ((row(forward=math.nan),),)])

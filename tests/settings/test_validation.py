@@ -1,4 +1,4 @@
-"""Checks of arguments: what passes becomes plain; what does not is named with its value; settings without effect."""
+"""Checks of arguments: what passes becomes plain; what does not is named with its value."""
 
 from fractions import Fraction
 from types import SimpleNamespace
@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lightning_hetero.core.no_effect import NoEffect, merged
 from lightning_hetero.core.validation import (
     check_choice,
     check_fields,
@@ -82,22 +81,3 @@ def test_fields_of_one_range_are_named_with_their_class():
             check_fields(settings, names, **more)
     with pytest.raises(TypeError, match=r"SimpleNamespace\.decay='fast'"):
         check_fields(SimpleNamespace(decay="fast"), ["decay"])
-
-
-def test_settings_of_one_reason_are_told_together_in_their_order_and_losses_apart():
-    alone, other = ("there is one worker", "Start more"), ("the split is fixed", "Leave it out")
-    found = [
-        NoEffect(("a=1",), *alone),
-        NoEffect(("b=2",), *other),
-        NoEffect(("c=3",), *alone),
-        NoEffect(("d=4",), *alone, loses=True),
-        NoEffect((), "no reason", "Nothing"),
-    ]
-    assert [(one.settings, one.loses) for one in merged(found)] == [
-        (("a=1", "c=3"), False),
-        (("b=2",), False),
-        (("d=4",), True),
-    ]
-    for one, verb in ((found[0], "has"), (merged(found)[0], "have")):
-        text = str(one)
-        assert all(word in text for word in (*one.settings, f" {verb} no effect", *alone))

@@ -31,19 +31,6 @@ def test_each_published_figure_says_where_it_comes_from():
         assert re.search(r"Table|Fig\.|section|footnote", entry["source"]), entry
 
 
-def test_ratios_are_those_that_the_papers_print():
-    speed = {name: device.tflops for name, device in published_devices().items()}
-    assert speed["A100"] / speed["RTX6000"] == pytest.approx(3.42, rel=1e-3)
-    assert speed["V100"] / speed["A100"] == pytest.approx(31.4 / 77.97, rel=1e-3)
-    assert speed["H100"] / speed["A100"] == pytest.approx(204.9 / 77.97, rel=1e-3)
-    assert speed["P100"] / (48 * speed["core"]) == pytest.approx(0.813 / 0.187, rel=0.02)
-    even, split = 4 * speed["P4"], 2 * speed["T4"] + 2 * speed["P4"]
-    assert split / even == pytest.approx(90 / 20, rel=1e-3), "minutes of dynamic batching, sec. IV-B"
-    for cluster, workload, ratio in (("HeteroGPU", "mlp-amazon670k", 1.32), ("C", "resnet50-imagenet", 4.0)):
-        gap = [1 / profile.q for profile in cluster_profiles(cluster, workload)]
-        assert max(gap) / min(gap) == pytest.approx(ratio, rel=1e-3)
-
-
 def test_every_device_has_a_profile_for_every_workload():
     for name in NAMES:
         for workload in workloads():
@@ -51,13 +38,8 @@ def test_every_device_has_a_profile_for_every_workload():
             assert (profile.name, profile.jitter) == (name, 0.03)
             assert 0 < profile.seconds(1) < profile.seconds(2)
             assert profile.k == pytest.approx(2 * profile.q, rel=1e-4)
-
-
-def test_clusters_have_the_workers_of_the_papers():
-    names = {c: [one.name for one in cluster_profiles(c, "resnet50-imagenet")] for c in ("B", "C", "D-H2", "D-H10")}
-    assert len(names["B"]) == len(names["C"]) == 16
-    assert names["B"].count("RTX6000") == 8
-    assert [sum(int(name.split()[0]) for name in names[level]) for level in ("D-H2", "D-H10")] == [39, 39]
+    names = [one.name for one in cluster_profiles("B", "resnet50-imagenet")]
+    assert (len(names), names.count("RTX6000")) == (16, 8)
 
 
 @pytest.mark.parametrize(
