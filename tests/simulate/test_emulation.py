@@ -20,7 +20,7 @@ class Clock:
     """Time that passes only by sleeping, and by what a test says that the host takes."""
 
     def __init__(self):
-        self.seconds, self.asleep = 0.0, 0.0
+        self.seconds = self.asleep = 0.0
 
     def sleep(self, seconds):
         assert seconds > 0.0
@@ -30,13 +30,10 @@ class Clock:
     def work(self, seconds):
         self.seconds += seconds
 
-    def host(self):
-        return HostClock(lambda: self.seconds, self.sleep)
-
 
 def emulated(profile=PROFILE, **given):
     clock = Clock()
-    return EmulatedDevice(profile, host=clock.host(), **given), clock
+    return EmulatedDevice(profile, host=HostClock(lambda: clock.seconds, clock.sleep), **given), clock
 
 
 def model():
@@ -97,21 +94,14 @@ def test_memory_is_a_bound_for_one_batch():
     assert device.passes == 1
 
 
-class RefusedError(RuntimeError):
-    """Error of a pass."""
-
-
-def refuse(*_):
-    raise RefusedError
-
-
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_step_after_one_that_failed_takes_its_time(where):
     device, clock = emulated()
     net = model()
     with device.attach(net):
-        failing = net[1].register_forward_hook(refuse) if where == "forward" else net[0].weight.register_hook(refuse)
-        with pytest.raises(RefusedError):
+        at = net[1].register_forward_hook if where == "forward" else net[0].weight.register_hook
+        failing = at(lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
             passes(net)
         failing.remove()
         before = clock.seconds
@@ -129,9 +119,6 @@ def test_gradients_are_those_without_a_device_and_nothing_is_left_after_it():
     ended = clock.seconds
     passes(paced)
     assert clock.seconds == ended
-    device.attach(paced)
-    with pytest.raises(RuntimeError, match="attached"):
-        device.attach(paced)
 
 
 @pytest.mark.parametrize("wrong", [{"profile": 3}, {"seed": -1}, {"keep": 0}])
