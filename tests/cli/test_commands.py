@@ -23,9 +23,7 @@ def run(capsys):
         ("lunch", "'lunch'. Did you mean launch?"),
         ("--verison", "--verison. Did you mean --version?"),
         ("plan --workloda x", "--workloda. Did you mean --workload?"),
-        ("plan --link -1Gbit", "--link: '-1Gbit'"),
         ("launch --hetero_polcy pid t.py", "--hetero_polcy. Did you mean --hetero_policy"),
-        ("report A B", "'B'"),
         ("doctor --precision int8", "--precision: invalid choice: 'int8'"),
     ],
 )
@@ -116,19 +114,10 @@ def test_help_and_typos_load_nothing_heavy():
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.slow("starts a shell for each of its rows")
-def test_bash_completes_commands_options_and_files(run, tmp_path, monkeypatch):
+@pytest.mark.slow("starts a shell")
+def test_bash_completes_options(run):
     pytest.importorskip("shtab")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").touch()
     _, script, _ = run("completion", "bash")
-    for line, offered in (
-        ("pro", "profile profile-convergence"),
-        ("plan --wor", "--workload"),
-        ("report tr", "train.py"),
-    ):
-        words = ["lightning-hetero", *line.split()]
-        typed = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _shtab_lightning_hetero"
-        command = ["bash", "-c", f"{script}\n{typed}; echo ${{COMPREPLY[@]}}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-        assert done.stdout.split() == offered.split(), line
+    typed = "COMP_WORDS=(lightning-hetero plan --wor); COMP_CWORD=2; _shtab_lightning_hetero; echo ${COMPREPLY[@]}"
+    done = subprocess.run(["bash", "-c", f"{script}\n{typed}"], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["--workload"]

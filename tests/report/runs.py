@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,8 +25,7 @@ DEVICES = {1.0: "NVIDIA A100-SXM4-40GB", 0.5: "NVIDIA Tesla V100-PCIE-16GB", 0.3
 PHASES = ("data", "forward", "backward", "optimizer")
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """What a rank did from one second to another; of an all-reduce, since its bucket was ready on this rank."""
 
     rank: int

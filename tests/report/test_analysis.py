@@ -9,17 +9,14 @@ from itertools import product
 import numpy as np
 import pytest
 
-from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.report.advice import advice
 from lightning_hetero.core.report.analysis import PHASES, RunFigures
 from lightning_hetero.core.report.json_lines import as_line
 from lightning_hetero.core.report.limit import limit_of
-from lightning_hetero.core.report.lost_time import straggler_spans
-from lightning_hetero.core.report.records import EndRecord, RoundRecord, StragglerRecord
+from lightning_hetero.core.report.records import EndRecord
 from lightning_hetero.core.report.run_record import RunRecord
 from lightning_hetero.core.report.summary import summary_of
 from lightning_hetero.core.report.what_if import what_if
-from lightning_hetero.core.stragglers.detector import StragglerDetector
 from tests.recorded import a_round, a_run, header
 
 NODES = [(0.001, 0.002, 0.002, 0.001), (0.002, 0.002, 0.004, 0.001)]
@@ -228,30 +225,3 @@ def test_the_summary_says_what_was_decided_what_is_missing_and_how_it_ended():
     assert [row[0] for row in table] == [str(i) for i in range(40 - len(table), 40)], "those that wait least"
     assert len(table) < 40
     assert "(<= 20)" in summary_of(figures(at((16,), NODES[:1], max_local=(20,))).run).text()
-
-
-# time lost by stragglers
-
-SCENES = {
-    "one within another": [(0.1, 0.15, 0.1), (0.1, 0.15, 0.15), (0.1, 0.15, 0.15), (0.1, 0.15, 0.1)],
-    "one after another": [(0.1, 0.15, 0.1)] * 2 + [(0.1, 0.1, 0.1)] + [(0.1, 0.1, 0.15)] * 3,
-}
-
-
-@pytest.mark.parametrize("ended", [True, False])
-@pytest.mark.parametrize("name", SCENES)
-def test_lost_seconds_are_those_that_the_detector_counted_also_of_a_run_that_was_killed(name, ended):
-    detector, records = StragglerDetector(3), []
-    for i, busy in enumerate([(0.1,) * 3, *SCENES[name], *[(0.1,) * 3] * ended]):
-        sizes, zeros = np.full((8, 3), 8.0), np.zeros((8, 3))
-        seen = StepObservations(sizes, zeros, zeros + busy, zeros, zeros, zeros, zeros + max(busy))
-        for one in detector.observe(seen, 8):
-            event = "end" if one.relieved else "begin"
-            records.append(
-                StragglerRecord(i - 0.01, event, one.rank, one.phase, 0, 8 * i, one.cost, one.lost, one.relieved)
-            )
-        records.append(RoundRecord(float(i), 0, 8 * i + 7, 8, 8, (8, 8, 8)))
-    run = RunRecord.of([header(3), *records])
-    assert RunFigures(run).lost == pytest.approx(detector.lost)
-    assert detector.lost == pytest.approx(8 * sum(max(busy) - 0.1 for busy in SCENES[name]))
-    assert any(one.end is None for one in straggler_spans(run)) != ended

@@ -119,7 +119,6 @@ TWO, FOUR = as_line(header(2)), as_line(header(4))
 OF_LATER = '{"kind":"of a later version","inner":{"kind":"run"}}'
 FILES = {
     "the last of several runs counts": ([*LINES, FOUR], 4, 0, 0),
-    "blank lines": ([TWO, "\n", "  \n"], 2, 0, 0),
     "the rest of another run": (["{", A_ROUND, *LINES], 3, 5, 0),
     "words that look like a header": ([*LINES, OF_LATER, A_ROUND], 3, 6, 0),
     "a line with another number of workers": ([TWO, A_ROUND, "{"], 2, 0, 2),
@@ -138,7 +137,6 @@ def test_of_a_file_the_last_run_is_read(name):
 UNREADABLE = {
     "newer": TWO.replace('"version":1', '"version":2'),
     "damaged": TWO.replace('"policy":"perf_model"', '"policy":5'),
-    "cut": TWO[:60],
     "behind a line that was cut": A_ROUND[:30] + TWO,
 }
 

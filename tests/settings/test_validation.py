@@ -68,16 +68,8 @@ def test_what_is_wrong_is_named_with_its_value(check, values, error, says):
             CHECKS[check](value)
 
 
-def test_fields_of_one_range_are_named_with_their_class():
-    settings = SimpleNamespace(decay=0.9, share=1.5, none=0.0)
-    check_totals(8, 8)
-    check_fields(settings, ["decay", "share", "none"])
-    for names, more in (
-        (["decay", "share"], {"high": 1.0}),
-        (["none"], {"include_low": False}),
-        (["none"], {"low": 0.1}),
-    ):
-        with pytest.raises(ValueError, match=rf"SimpleNamespace\.{names[-1]}="):
-            check_fields(settings, names, **more)
-    with pytest.raises(TypeError, match=r"SimpleNamespace\.decay='fast'"):
-        check_fields(SimpleNamespace(decay="fast"), ["decay"])
+def test_a_field_is_named_with_its_class():
+    settings = SimpleNamespace(decay=0.9, share=1.5)
+    check_fields(settings, ["decay", "share"])
+    with pytest.raises(ValueError, match=r"SimpleNamespace\.share="):
+        check_fields(settings, ["decay", "share"], high=1.0)
