@@ -216,7 +216,6 @@ class _State:
 def _serve(connection):
     """A rank that takes one function after the other."""
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
-    gc.collect()
     gc.freeze()
     torch.set_num_threads(1)
     warnings.resetwarnings()
@@ -290,6 +289,7 @@ def _pool(count):
         _POOLS.clear()
         _OWNER = os.getpid()
     if count not in _POOLS:
+        gc.collect()  # here: a rank that frees a process group of gloo waits for threads that a fork does not have
         _POOLS[count] = [_Rank() for _ in range(count)]
     return _POOLS[count]
 
