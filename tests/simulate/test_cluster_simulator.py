@@ -8,8 +8,9 @@ import pytest
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.compression.settings import BlockTopK
 from lightning_hetero.core.policies import POLICIES
+from lightning_hetero.core.policies.goodput import GoodputPlanner
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
-from lightning_hetero.simulate import ClusterSimulator, DeviceProfile, Join, Leave, LinkProfile
+from lightning_hetero.simulate import ClusterSimulator, DeviceProfile, Join, Leave, LinkProfile, NoiseTrajectory
 from tests.simulate.planners import Watching
 
 
@@ -45,6 +46,13 @@ def test_a_run_in_parts_is_the_run_at_once():
         np.testing.assert_allclose(getattr(in_parts, name), getattr(at_once, name), rtol=1e-12)
     assert in_parts.plans == at_once.plans
     assert [r.step for r in in_parts.rounds] == [r.step for r in at_once.rounds]
+
+
+def test_bounds_of_sizes_hold_for_the_split_and_the_optimum():
+    small = [DeviceProfile(1e-3, 0, 2e-3, 0, memory=60), DeviceProfile(4e-3, 0, 8e-3, 0)]
+    for devices, given, sizes in ((small, {}, [60, 40]), (cluster((1.0, 0.1)), {"min_local": 30}, [70, 30])):
+        simulator = ClusterSimulator(devices, 100, **given)
+        assert simulator.run(60).sizes[-1].tolist() == simulator.optimum()[1].tolist() == sizes
 
 
 # sync rounds
@@ -134,6 +142,25 @@ def test_what_is_slow_stays_slow_when_others_join_or_leave():
     np.testing.assert_allclose(simulator.run(1).seconds[-1], 1 + 4 / 3)
     with pytest.raises(ValueError, match="factors"):
         simulator.slow_down([1, 2])
+
+
+# totals
+
+
+def test_the_total_goes_where_goodput_is_highest():
+    devices, scale = cluster((1.0, 0.5, 0.25), jitter=0.02), 2000.0
+    noise = NoiseTrajectory(lambda samples: scale, errors=(0.1, 0.05))
+    policy = GoodputPlanner(max_total_batch_size=20_000)
+    simulator = ClusterSimulator(devices, 60, link=LINK, policy=policy, noise_scale=noise, seed=1)
+    result = simulator.run(300)
+
+    def goodput(total):
+        return total / simulator.optimum(total)[0] * (scale + 60) / (scale + total)
+
+    best = max(goodput(total) for total in np.unique(np.geomspace(60, 20_000, 100).astype(int)))
+    assert goodput(int(result.totals[-1])) > 0.97 * best
+    assert (result.sizes.sum(axis=1) == result.totals).all()
+    assert result.samples[-1] == result.totals.sum()
 
 
 # results and errors
