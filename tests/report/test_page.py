@@ -126,7 +126,7 @@ def test_what_happened_and_the_hardware_are_those_of_the_record(tmp_path):
         **{"kept.0.from": 10, "kept.0.to": 30, "kept.1.from": 40, "kept.1.to": 50, "kept.2.from": 50},
         **{"kept.2.to": 60},
         **{"straggler.0.to": 9, "straggler.0.cost": 0.1, "straggler.0.lost": 2.0},
-        **{"straggler.1.from": 19, "straggler.1.to": 29, "straggler.1.cost": 0.2, "straggler.1.lost": 3.0},
+        **{"straggler.1.from": 19, "straggler.1.to": 29, "straggler.1.cost": 0.1, "straggler.1.lost": 3.0},
         **{"straggler.2.from": 39, "straggler.2.cost": 0.3, "straggler.2.lost": 20 * 0.3},
     }
     assert found == pytest.approx(expected, nan_ok=True)

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -52,7 +53,8 @@ def _short(rank, folder, where):
     said = recording()
     logger = CSVLogger(folder) if where == "off" or (where == "logger on rank 0" and rank == 0) else False
     report = {"off": False, "a folder, twice": folder}.get(where, True)
-    monitor = ModelCheckpoint(folder, monitor="hetero/step_time", save_top_k=1)
+    warnings.filterwarnings("ignore", "Checkpoint directory .* is not empty")
+    monitor = ModelCheckpoint(f"{folder}/checkpoints", monitor="hetero/step_time", save_top_k=1)
     settings = {"max_epochs": 1, "logger": logger, "enable_checkpointing": True}
     callbacks = [monitor, EmulatedDeviceCallback(FAST)]
     trainer = trainer_of(HeteroDDPStrategy(replan=4, report=report), 2, callbacks=callbacks, **settings)

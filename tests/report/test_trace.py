@@ -73,9 +73,6 @@ def test_parts_are_where_they_were(name):
     run = simulated(cluster, total=48, rounds=rounds, steps=12, straggler=False)
     events = traced(run)
     ends = check(events)
-    if name == "a slow loader":
-        waits = {(rank, what) for rank, row, what, *_ in events if row == "waiting" and "rank" in what}
-        assert waits == {(0, "waiting for rank 1"), (2, "waiting for rank 1")}
     true_ends = sorted({one.end for one in cluster.events if one.what == f"all-reduce {len(cluster.link) - 1}"})
     shift = ends[0][-1] - true_ends[-1]
     since = true_ends[-3]  # of the last round's sample, all but its first step, of which less is known
@@ -84,6 +81,13 @@ def test_parts_are_where_they_were(name):
     for one in true:
         near = [e for e in events if (e[0], e[2]) == (one.rank, one.what) and abs(e[3] - shift - one.start) < 2e-6]
         assert any(abs(e[4] - shift - one.end) < 2e-6 for e in near), one
+
+
+def test_who_is_waited_for_is_named():
+    cluster = Cluster(**EXACT["a slow loader"], jitter=0.0)
+    events = traced(simulated(cluster, total=48, rounds=1, steps=5, straggler=False))
+    waits = {(rank, name) for rank, row, name, *_ in events if row == "waiting" and name != "waiting for the link"}
+    assert waits == {(0, "waiting for rank 1"), (2, "waiting for rank 1")}
 
 
 def test_buckets_between_first_and_last_end_where_they_were_averaged():
