@@ -6,18 +6,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.warm.interpreter import warmed
+import pytest
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 
+@pytest.mark.slow("imports all benchmarks in two interpreters")
 def test_every_benchmark_finds_what_it_imports():
     code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(name)"
     for folder in (FOLDER, FOLDER / "papers"):
         names = sorted(path.stem for path in folder.glob("*.py"))
         assert names
         done = subprocess.run(
-            warmed(sys.executable, "-c", code, *names),
+            [sys.executable, "-c", code, *names],
             cwd=folder,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER)},
             capture_output=True,

@@ -1,7 +1,4 @@
-"""Every example runs as a user would run it, and says what it is there to show.
-
-One starts from nothing; the others are forks of a process that has torch and what Lightning imports.
-"""
+"""Every example runs as a user would run it, and says what it is there to show."""
 
 import os
 import re
@@ -13,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from lightning_hetero.report.run_file import read_run
-from tests.warm.interpreter import warmed
 
 pytestmark = pytest.mark.slow(
     "starts interpreters and trains for seconds; one file for each front end is tested elsewhere"
@@ -53,14 +49,13 @@ LAUNCHED = {
     "torchrun": (TORCHRUN, ["{tmp}/{number}"]),
     "mixed_devices": (TORCHRUN, []),
 }
-COLD = ("basic", "ray_train")  # Ray starts its own workers
 
 
 def output_of(name, *arguments, limit, launcher=(sys.executable,)):
     """What an example prints; it must succeed within ``limit`` seconds, and all its processes are ended if not."""
     command = [*launcher, EXAMPLES / f"{name}.py", *arguments]
     process = subprocess.Popen(
-        list(map(str, command)) if name in COLD else warmed(*command),
+        list(map(str, command)),
         env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

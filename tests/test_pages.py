@@ -13,7 +13,6 @@ import pytest
 
 from lightning_hetero.cli import main
 from tests.page_blocks import FENCE, PAGES
-from tests.warm.interpreter import warmed
 
 ROOT = Path(__file__).parents[1]
 GALLERY = sorted((ROOT / "docs" / "gallery").glob("plot_*.py"))
@@ -38,7 +37,7 @@ def test_sessions_give_what_is_shown(source):
 
 def run(*command, cwd=None):
     done = subprocess.run(
-        warmed(sys.executable, *command),
+        [sys.executable, *command],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         cwd=cwd,
         capture_output=True,

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -47,13 +46,6 @@ def doctor(monkeypatch, capsys):
     return _doctor
 
 
-def broken(text):
-    def measure(*given):
-        raise RuntimeError(text)
-
-    return measure
-
-
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_alone(doctor, precision):
     code, found, _ = doctor("--json", "--precision", precision)
@@ -62,23 +54,11 @@ def test_alone(doctor, precision):
     assert (found["world_size"], found["precision"], found["failures"]) == (1, precision, [])
     assert row["speed"]["flops"] > 0
     assert row["device"]["memory"] >= row["device"]["free"] > 0
-    assert found["autoload"]["works"]
     assert any("torchrun" in text for text in found["advice"])
     assert os.uname().nodename not in re.findall(r"[\w.-]+", json.dumps(found))
     code, text, _ = doctor("--precision", precision)
     assert code == 0
     assert re.search(r"^0 .* [\d.]+ [GT]FLOP/s ", text, re.M)
-
-
-def test_a_device_that_fails_is_said_without_names_and_addresses(doctor, monkeypatch):
-    text = f"'/home/me/run 1/x.py' of {os.uname().nodename} to [::ffff:10.1.2.3]:80, at 12:30, 3/4 of 1.5 GB/s"
-    monkeypatch.setattr(module, "measure_speed", broken(f"{text}\nand more"))
-    code, found, _ = doctor("--json")
-    (failure,) = found["failures"]
-    assert code == 1
-    assert "RuntimeError: 'FOLDER 1/x.py' of host 0 to [ADDRESS]:80, at 12:30, 3/4 of 1.5 GB/s" in failure
-    assert found["versions"]["torch"]
-    assert text in doctor("--json", "--hosts")[1]["failures"][0]
 
 
 def test_memory_of_a_cpu_is_that_of_its_cgroup(doctor, monkeypatch):
@@ -93,9 +73,7 @@ def test_memory_of_a_cpu_is_that_of_its_cgroup(doctor, monkeypatch):
         ({"WORLD_SIZE": "", "RANK": ""}, None),
         ({"WORLD_SIZE": "2"}, "RANK, MASTER_ADDR and MASTER_PORT"),
         ({"WORLD_SIZE": "4", "RANK": "3", "MASTER_PORT": "1", "MASTER_ADDR": ""}, "MASTER_ADDR is not"),
-        ({"WORLD_SIZE": "4", "RANK": "4", "MASTER_PORT": "1", "MASTER_ADDR": "a"}, "RANK=4"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
-        ({"RANK": "1"}, "RANK=1"),
         ({"GLOO_SOCKET_IFNAME": "eth99"}, "eth99"),
     ],
 )
@@ -103,26 +81,6 @@ def test_a_wrong_environment_is_said_and_the_process_checked_alone(doctor, envir
     code, found, _ = doctor("--json", **environment)
     assert (code, len(found["ranks"])) == (0, 1)
     assert any(told in text for text in found["problems"]) if told else not found["problems"]
-
-
-@pytest.mark.parametrize(
-    ("installed", "advisories"),
-    [
-        ({"lightning": "2.6.3", "torch": "2.5.1+cu121"}, 4 * [True]),
-        ({"lightning": "2.6.1", "torch": "2.6.0"}, [False, True, False, True]),
-        ({"lightning": "2.6.6", "torch": "2.10.0"}, 4 * [False]),
-    ],
-    ids=str,
-)
-def test_versions_with_published_vulnerabilities_are_problems(doctor, monkeypatch, tmp_path, installed, advisories):
-    for name, version in installed.items():
-        (tmp_path / f"{name}-{version}.dist-info").mkdir()
-        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        (tmp_path / f"{name}-{version}.dist-info" / "METADATA").write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    code, found, _ = doctor("--json")
-    names = ("GHSA-w37p-236h-pfx3", "CVE-2026-58659", "CVE-2025-32434", "CVE-2026-24747")
-    assert ([name in " ".join(found["problems"]) for name in names], code) == (advisories, 0)
 
 
 def test_a_device_that_slows_down_is_told_from_noise():
@@ -142,8 +100,8 @@ def _checked(rank, fault):
     patch.setattr(module, "autoload_of", lambda: WORKS)
     if rank == 1 and fault != "none":
         patch.setattr(module, "measure_speed", lambda *given: 1 / 0 if fault == "raise" else sys.exit("gone"))
-    output, errors = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
         try:
             code = cli.main(["doctor", "--seconds", "0.03", "--timeout", "3" if fault == "lost" else "60", "--json"])
         except SystemExit as ended:
@@ -171,32 +129,21 @@ def test_ranks_that_find_no_other_one_say_so_and_the_first_is_checked(doctor):
     assert "rank 1" in found["failures"][0]
     assert found["ranks"][0]["speed"]["flops"] > 0
     code, text, errors = doctor("--timeout", "0.1", RANK="1")
-    assert (code, text) == (1, "")
-    assert "rank 1" in errors
-    code, _, errors = doctor("--timeout", "0.1", TORCHELASTIC_RUN_ID="1")
+    assert (code, text, "rank 1" in errors) == (1, "", True)
+    code, _, _ = doctor("--timeout", "0.1", TORCHELASTIC_RUN_ID="1")
     assert code == 0, "torchrun would end the first rank, which has more to say"
-    assert "rank 1" in errors
 
 
 @pytest.mark.slow("torchrun starts interpreters; the same ranks are tested together above")
 def test_under_torchrun():
     """The real thing, with the second program."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        str(free_port()),
-    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     command += ["-m", "lightning_hetero", "doctor", "--seconds", "0.05", "--timeout", "120"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines() if "FLOP/s" in line] == ["0", "1"], "one table"
     assert 'strategy="hetero_ddp" needs no import' in done.stdout
-    assert "communication-bound from" in " ".join(done.stdout.split())
 
 
 # what is made of given findings
@@ -214,6 +161,12 @@ def process(rank, host="lab1", kind="cuda", card=None, **facts):
 
 def speed(flops, lost=0.0):
     return Speed(flops, (flops,) * 15, lost)
+
+
+def options_of(**changed):
+    return SimpleNamespace(
+        **{"seconds": 20.0, "precision": "float32", "timeout": 7.0, "json": True, "hosts": False, **changed}
+    )
 
 
 class Others:
@@ -249,8 +202,7 @@ def examined(monkeypatch, capsys):
         }
         for name, value in patched.items():
             monkeypatch.setattr(module, name, value)
-        options = SimpleNamespace(seconds=20.0, precision="float32", timeout=7.0, json=True, hosts=hosts)
-        examination = module.Examination(options, job)
+        examination = module.Examination(options_of(hosts=hosts), job)
         usual = {"facts": [[one] for one in others], "autoload": [None], "speed": [speed(v) for v in speeds[1:]]}
         usual |= {"pairs": [patched["measure_pairs"](None)] * (world - 1), "all-reduces": [SUMS]}
         examination.ranks = Others(usual | answers)
@@ -275,6 +227,20 @@ def test_the_first_rank_writes_what_all_have_measured(examined, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("versions", "known"),
+    [
+        ({"lightning": "2.6.3", "torch": "2.5.1+cu121"}, {"GHSA-w37p-236h-pfx3", "CVE-2025-32434"}),
+        ({"lightning": "2.6.6", "torch": "2.13.0"}, set()),
+    ],
+    ids=str,
+)
+def test_versions_with_published_vulnerabilities_are_problems(examined, versions, known):
+    problems = " ".join(examined(own={"versions": versions})["problems"])
+    assert known <= set(re.findall(r"CVE-[\d-]+|GHSA(?:-\w{4}){3}", problems))
+    assert bool(known) == ("CVE" in problems)
+
+
+@pytest.mark.parametrize(
     ("second", "available", "backend"),
     [({}, True, "nccl"), ({"card": "0"}, True, "gloo"), ({"kind": "cpu"}, True, "gloo"), ({}, False, "gloo")],
     ids=["a GPU each", "one GPU", "a GPU and a CPU", "no NCCL"],
@@ -287,14 +253,11 @@ def test_gradients_go_by_nccl_where_each_rank_has_a_gpu(examined, monkeypatch, s
 def test_checks_that_fail_are_all_said_and_the_rest_is_kept(examined):
     failures = {name: [Failure(f"no {name}")] for name in ("facts", "speed", "pairs")}
     found = examined(**failures)
-    assert [
-        ("rank 1" in text, f"no {name}" in text) for name, text in zip(failures, found["failures"], strict=True)
-    ] == [(True, True)] * 3
+    for name, text in zip(failures, found["failures"], strict=True):
+        assert "rank 1" in text
+        assert f"no {name}" in text
     assert found["ranks"][0]["speed"]["flops"] == 1e12
     assert found["link"] is None
-    found = examined(**{"all-reduces": [Failure("no sum")]})
-    assert len(found["failures"]) == 1
-    assert found["link"]["sums"] == [[4096, 0.001]]
 
 
 @pytest.mark.parametrize(
@@ -302,11 +265,8 @@ def test_checks_that_fail_are_all_said_and_the_rest_is_kept(examined):
     [
         ("GLOO", "eth0", None),
         ("GLOO", "eth", "eth"),
-        ("GLOO", "eth9,eth0", "eth9"),
         ("GLOO", "^lo", "^lo"),
         ("GLOO", "lo", "reaches no other machine"),
-        ("NCCL", "eth9,eth", None),
-        ("NCCL", "^lo,docker", None),
         ("NCCL", "^lo,eth", "^lo,eth"),
     ],
 )
@@ -320,9 +280,7 @@ def test_interfaces_that_gloo_and_nccl_are_told_to_use(examined, variable, value
     ("speeds", "slow"),
     [
         ((2e12, 2.1e12, 1e12), [2]),
-        ((1.08, 1.0), []),
         ((1.2, *[1.0] * 9), []),
-        ((1.0, 0.9), [1]),
         ((10.0, 1.5, 1.4, 1.3, 2.0, 3.0), [3, 2, 1]),
     ],
 )
@@ -334,13 +292,13 @@ def test_uneven_batches_are_advised_where_they_gain_with_the_slowest_ranks(exami
 
 
 def test_the_document_names_nobody_unless_it_is_asked_to(examined):
-    lost = {"speed": [Failure("cannot reach 10.0.0.7:29500 from lab2")]}
-    found = examined(process(1, "lab2"), **lost)
-    text = json.dumps(found)
+    text = "'/home/me/run 1/x.py' of lab2 to [::ffff:10.1.2.3]:80, at 12:30, 3/4 of 1.5 GB/s"
+    found = examined(process(1, "lab2"), speed=[Failure(text)])
     assert [row["host"] for row in found["ranks"]] == ["host 0", "host 1"]
-    assert [name for name in ("lab1", "lab2", "10.0.0.7", str(Path.home()), "identity") if name in text] == []
-    named = json.dumps(examined(process(1, "lab2"), hosts=True, **lost))
-    assert all(name in named for name in ("lab1", "lab2", "10.0.0.7"))
+    assert "'FOLDER 1/x.py' of host 1 to [ADDRESS]:80, at 12:30, 3/4 of 1.5 GB/s" in found["failures"][0]
+    assert [name for name in ("lab1", "lab2", "10.0.0.7", "identity") if name in json.dumps(found)] == []
+    named = json.dumps(examined(process(1, "lab2"), hosts=True, speed=[Failure(text)]))
+    assert all(name in named for name in ("lab1", "lab2", "10.0.0.7", text))
 
 
 def test_a_launcher_that_ends_the_process_does_not_lose_what_was_found(doctor, monkeypatch):
@@ -356,10 +314,10 @@ def test_a_launcher_that_ends_the_process_does_not_lose_what_was_found(doctor, m
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_device_that_hangs_ends_the_process_after_what_was_found(doctor, monkeypatch):
+def test_a_device_that_hangs_ends_the_process_after_what_was_found(monkeypatch, capsys):
     ended, codes = threading.Event(), []
     monkeypatch.setattr(group_module.os, "_exit", lambda code: codes.append(code) or ended.set())
-    monkeypatch.setattr(module, "measure_speed", lambda *given: ended.wait(60) and speed(1.0))
-    _, text, _ = doctor("--timeout", "0.05")
+    examination = module.Examination(options_of(timeout=0.01), {})
+    examination.ranks.gather("speed of cpu", lambda: ended.wait(60))
     assert codes == [1]
-    assert "speed of cpu" in text.partition("versions ")[2].partition("versions ")[0]
+    assert "speed of cpu" in json.loads(capsys.readouterr().out)["failures"][0]

@@ -52,22 +52,15 @@ def test_a_page_elsewhere_of_a_run_without_steps(run, tmp_path):
 @pytest.mark.parametrize(
     ("line", "word"),
     [
-        ("report nowhere", "nowhere"),
         ("report empty", "hetero_run.jsonl"),
         ("report fast -o no/x.html", "x.html"),
         ("report untimed -o TMP/x.html --png empty", "empty"),
         ("report fast -o fast/version_0/hetero_run.jsonl", "the record itself"),
-        ("report fast -o fast/version_0/../version_0/hetero_run.jsonl", "the record itself"),
-        ("report", "RUN"),
         ("compare fast nowhere", "nowhere"),
         ("compare fast untimed --max-regression 5%", "timed in both"),
         ("compare fast damaged --max-regression 5%", "B has none"),
         ("compare fast newer --max-regression 5%", "Update lightning-hetero"),
-        ("compare fast slow --max-regression five", "'five'"),
-        ("compare fast slow --max-regression 150%", "'150%'"),
         ("compare fast slow --max-regression 100%", "'100%'"),
-        ("compare fast slow --max-regression=-5%", "'-5%'"),
-        ("compare fast", "B"),
     ],
 )
 def test_errors_are_named(run, runs, tmp_path, line, word):
@@ -88,7 +81,6 @@ def test_two_runs_as_json(run):
     [
         ("fast slow", 0, "slower than A"),  # without a limit, nothing is exceeded
         ("fast slow --max-regression 5%", 1, "5 %"),
-        ("fast slow --max-regression 0.05", 1, "5 %"),
         ("fast slow --max-regression 80%", 0, "80 %"),
         ("slow fast --max-regression 0%", 0, "faster than A"),
         ("fast untimed", 0, "not known"),

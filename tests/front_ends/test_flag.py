@@ -223,7 +223,7 @@ INTERPRETERS = [
 )
 def test_an_interpreter_is_hooked_by_the_variable_and_only_by_it(code, says, env):
     """Whatever is imported first; lines of ours are shown from then on, unless logging was set up."""
-    exit_code, output = execute(sys.executable, "-W", "ignore", "-c", code, warm=False, **env)
+    exit_code, output = execute(sys.executable, "-W", "ignore", "-c", code, **env)
     assert exit_code == 0, output
     assert "done" in output
     assert says in output, output

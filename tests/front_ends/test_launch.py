@@ -21,7 +21,6 @@ from lightning_hetero import cli
 from lightning_hetero.accelerate.plugin import NAMES
 from lightning_hetero.cli.launch import read_config
 from tests.ranks import free_port
-from tests.warm.interpreter import warmed
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[2]
@@ -273,15 +272,12 @@ CHANGES = {  # the two lines that a script for plain Accelerate changes
 }
 
 
-def execute(*command, limit=120, warm=True, **env):
-    """Exit code and output of a command; its processes are ended if it takes longer.
-
-    Each has to import torch if it is not ``warm``, and with it ours if the flag asks for it.
-    """
+def execute(*command, limit=120, **env):
+    """Exit code and output of a command; its processes are ended if it takes longer."""
     defaults = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
     defaults["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, SCRIPTS)))
     process = subprocess.Popen(
-        warmed(*command) if warm else list(map(str, command)),
+        list(map(str, command)),
         env={**os.environ, **defaults, **env},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -331,12 +327,12 @@ FLAG = {"ACCELERATE_USE_HETERO": "true"}
 def from_file(folder, script):
     base = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_CPU", "num_processes": 2}
     path = config_file(folder, **base, use_cpu=True, hetero_config={"local_batch_sizes": [13, 3]})
-    return launched("--config_file", path, "--hetero_replan", "epoch", script, 8, warm=False)
+    return launched("--config_file", path, "--hetero_replan", "epoch", script, 8)
 
 
 def by_accelerate(script):
     command = BIN / "accelerate", "launch", "--multi_gpu", "--num_processes", 2, "--main_process_port", free_port()
-    return execute(*command, script, 8, warm=False, **FLAG, **SIZES)
+    return execute(*command, script, 8, **FLAG, **SIZES)
 
 
 def by_ours(script):
@@ -346,16 +342,14 @@ def by_ours(script):
 LAUNCHERS = {
     "ours": lambda folder, plain, hetero: by_ours(plain),
     "torchrun, two changed lines": lambda folder, plain, hetero: torchrun(hetero, 8, **SIZES),
-    "torchrun, the flag": lambda folder, plain, hetero: torchrun(plain, 8, warm=False, **FLAG, **SIZES),
+    "torchrun, the flag": lambda folder, plain, hetero: torchrun(plain, 8, **FLAG, **SIZES),
     "accelerate launch, the flag": lambda folder, plain, hetero: by_accelerate(plain),
     "a section of the config file": lambda folder, plain, hetero: from_file(folder, hetero),
 }
 
 
-slow = pytest.mark.slow("starts interpreters, some of them cold")
-
-
-@pytest.mark.parametrize("launcher", [pytest.param(name, marks=() if name == "ours" else slow) for name in LAUNCHERS])
+@pytest.mark.slow("starts interpreters")
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_every_launcher_gives_the_result_of_one_process(launcher, scripts, tmp_path):
     one = result_of(execute(sys.executable, scripts[0], 16))
     two = result_of(LAUNCHERS[launcher](tmp_path, *scripts))
@@ -392,7 +386,7 @@ def test_a_script_that_fails_ends_the_launch_with_its_code(tmp_path, capfd, star
     assert "exit code 7" in capfd.readouterr().err
 
 
-@pytest.mark.slow("a cold interpreter that forks two processes")
+@pytest.mark.slow("an interpreter that forks two processes")
 def test_a_launcher_of_functions_hands_the_flag_on():
     code = (
         "import torch\n"
@@ -405,7 +399,7 @@ def test_a_launcher_of_functions_hands_the_flag_on():
         "debug_launcher(train, num_processes=2)\n"
     )
     sizes = {"ACCELERATE_HETERO_LOCAL_BATCH_SIZES": "6,2"}
-    code, output = execute(sys.executable, "-c", code, warm=False, **FLAG, **sizes)
+    code, output = execute(sys.executable, "-c", code, **FLAG, **sizes)
     assert code == 0, output
     assert "[6, 6]" in output  # ranks may write into each other's lines
     assert "[2, 2]" in output

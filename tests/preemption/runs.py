@@ -18,7 +18,6 @@ import psutil
 import torch
 
 from tests.ranks import free_port
-from tests.warm.interpreter import warmed
 
 JOB = Path(__file__).with_name("job.py")
 BIN = Path(sys.executable).parent
@@ -81,7 +80,12 @@ class Job:
                 env |= self._slurm(task)
             with open(self.folder / f"log-{task}", "w") as log:
                 process = subprocess.Popen(
-                    warmed(*command), env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+                    list(map(str, command)),
+                    env=env,
+                    stdout=log,
+                    stderr=log,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
                 )
             self.processes.append(process)
 
@@ -138,7 +142,7 @@ class Job:
     def close(self):
         for process in self.processes:
             kill_group(process)
-        for path in self.folder.glob("rank-*"):  # those that the warm interpreter started
+        for path in self.folder.glob("rank-*"):  # also those that have lost their launcher
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(path.read_text()), signal.SIGKILL)
 

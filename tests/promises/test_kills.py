@@ -32,7 +32,6 @@ from tests.kept import Forked, run_kept
 from tests.preemption.runs import COMMON, kill_group, run
 from tests.promises.faults import MODES, Fault, Injector
 from tests.ranks import run_ranks
-from tests.warm.interpreter import warmed
 
 LAUNCHED = pytest.mark.slow("starts launchers and workers, which takes seconds, and kills them")
 ROOT = Path(__file__).parents[2]
@@ -205,7 +204,7 @@ def test_torchrun_with_keepers_goes_on_without_a_killed_worker(tmp_path):
     keeper = ("--standalone", "--nproc-per-node=3", "-m", "lightning_hetero.keeper", "--max-restarts=2")
     with open(tmp_path / "log", "w+") as log:
         process = subprocess.Popen(
-            warmed(TORCHRUN, *keeper, tmp_path / "train.py", tmp_path),
+            [str(part) for part in (TORCHRUN, *keeper, tmp_path / "train.py", tmp_path)],
             env={**os.environ, **COMMON, "PYTHONPATH": str(ROOT)},
             stdout=log,
             stderr=log,

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,8 +25,7 @@ DEVICES = {1.0: "NVIDIA A100-SXM4-40GB", 0.5: "NVIDIA Tesla V100-PCIE-16GB", 0.3
 PHASES = ("data", "forward", "backward", "optimizer")
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """What a rank did from one second to another; of an all-reduce, since its bucket was ready on this rank."""
 
     rank: int
@@ -124,41 +124,28 @@ def header(speeds=(1.0, 0.5, 0.3), total=96, **changed):
     return replace(RunHeader(1_780_000_000, *front, workers, total, **given), **changed)
 
 
-def round_of(cluster, sizes, steps, *, begun, epoch, step, first, sampled=3):
+def round_of(cluster, sizes, steps, epoch, step):
     """Run the steps up to a sync round and return its line."""
     rows = np.stack([cluster.step(sizes) for _ in range(steps)])
-    if first:
-        rows[0, :, 6] = np.nan  # something other than a step came before
-    medians = np.nanmedian(rows, axis=0)
-    n, model = cluster.accumulation, cluster.model
-    lengths = (
-        [model.step_time(sizes), model.step_time(even_sizes(sum(sizes), len(sizes)))] if n == 1 else [math.nan] * 2
-    )
+    rows[0, :, 6] = np.nan  # something other than a step came before
+    median = dict(zip(RoundRecord.SAMPLED, np.nanmedian(rows, axis=0).T, strict=False))
+    known = {}
+    if cluster.accumulation == 1:
+        model = cluster.model
+        predicted, even = model.step_time(sizes), model.step_time(even_sizes(sum(sizes), len(sizes)))
+        known = {"predicted": predicted, "error": 0.01 * predicted, "even": even, "gamma": model.gamma}
+        known |= {"nodes": tuple(map(tuple, np.asarray(model.array).tolist())), "t_o": model.t_o, "t_u": model.t_u}
     return RoundRecord(
-        time=float(cluster.ended + begun + 0.01),
-        epoch=epoch,
-        step=step,
-        count=steps,
-        timed=steps,
-        sizes=tuple(int(b) for b in sizes),
-        accumulation=n,
-        step_time=float(np.nanmedian(rows[:, 0, 6])),
-        data=tuple(medians[:, 7]),
-        forward=tuple(medians[:, 1]),
-        backward=tuple(medians[:, 2]),
-        optimizer=tuple(medians[:, 8]),
-        sync=tuple(medians[:, 4] + medians[:, 5]),
-        link=float(np.min(medians[:, 5])),
-        jitter=tuple([cluster.jitter] * len(sizes)),
-        predicted=lengths[0],
-        error=0.01 * lengths[0],
-        even=lengths[1],
-        nodes=tuple(map(tuple, np.asarray(model.array).tolist())) if n == 1 else (),
-        gamma=model.gamma if n == 1 else math.nan,
-        t_o=model.t_o if n == 1 else math.nan,
-        t_u=model.t_u if n == 1 else math.nan,
+        *(float(cluster.ended + 0.01), epoch, step, steps, steps, tuple(int(b) for b in sizes)),
+        accumulation=cluster.accumulation,
+        step_time=float(median["step_time"][0]),
+        sync=tuple(median["overlapped_sync"] + median["last_sync"]),
+        link=float(median["last_sync"].min()),
+        jitter=(cluster.jitter,) * len(sizes),
         max_local=tuple(400 if v > 0.4 else 40 for v in cluster.speeds),
-        sample=tuple(tuple(map(tuple, row)) for row in rows[-sampled:]),
+        sample=tuple(tuple(map(tuple, row)) for row in rows[-3:]),
+        **{name: tuple(median[name]) for name in PHASES},
+        **known,
     )
 
 
@@ -176,51 +163,41 @@ def simulated(cluster=None, *, total=96, rounds=12, steps=20, straggler=True, en
         changed: fields of the header.
     """
     cluster = cluster or Cluster()
-    count = len(cluster.speeds)
-    sizes, reason, predicted = even_sizes(total, count), "", math.nan
-    lines, changes, gains, stragglers = [], [], [], []
+    last = len(cluster.speeds) - 1
+    sizes, records = even_sizes(total, last + 1), [header(cluster.speeds, total, **changed)]
+    change = before = None
     for i in range(rounds):
-        begins, ends = straggler and i == rounds // 2, straggler and i == 3 * rounds // 4
-        if begins:
-            cluster.slow = {(count - 1, "data"): 25.0}
-        if ends:
-            cluster.slow = {}
-        one = round_of(
-            cluster, sizes, steps, begun=0.0, epoch=i // 6, step=(i % 6 + 1) * steps - 1, first=True, sampled=3
-        )
-        noise = {"noise_scale": 900.0 + 40 * i, "goodput": 500.0 + 10 * i} if i >= 2 else {}
-        noise |= {"density": 0.1 - 0.002 * i, "sent_bytes": 4.1e6, "stale": True} if sends else {}
-        best = solve_optperf(cluster.model, total, min_local=[1] * count, max_local=list(one.max_local))
+        place, noise = {"epoch": i // 6, "step": (i % 6 + 1) * steps - 1}, {}
+        event = {rounds // 2: "begin", 3 * rounds // 4: "end"}.get(i) if straggler else None
+        if event:
+            cluster.slow = {(last, "data"): 25.0} if event == "begin" else {}
+        one = round_of(cluster, sizes, steps, **place)
+        if i >= 2:
+            noise = {"noise_scale": 900.0 + 40 * i, "goodput": 500.0 + 10 * i}
+        if sends:
+            noise |= {"density": 0.1 - 0.002 * i, "sent_bytes": 4.1e6, "stale": True}
+        best = solve_optperf(cluster.model, total, min_local=[1] * (last + 1), max_local=list(one.max_local))
         wanted = best.local_batch_sizes if cluster.accumulation == 1 else sizes
-        stays = wanted == tuple(sizes)
-        kept = "kept: the best split would gain 0.4 %, below hysteresis 2 %" if stays else ""
-        lines.append(replace(one, kept=kept, **noise))
-        after = {"epoch": i // 6, "step": (i % 6 + 1) * steps + 2}
-        if begins or ends:
-            event, relieved = ("begin", "") if begins else ("end", "recovered")
-            stragglers.append(
-                StragglerRecord(
-                    one.time, event, count - 1, "data", i // 6, one.step, 0.05, 3.25 if ends else 0.0, relieved
-                )
-            )
-        if changes and not gains:
-            change, before = changes[0], lines[0].step_time
-            gains.append(GainRecord(one.time, change.epoch, change.step, before, one.step_time, change.predicted))
+        stays = tuple(wanted) == tuple(sizes)
+        records.append(replace(one, kept="kept: the best split would gain 0.4 %, below 2 %" if stays else "", **noise))
+        if event:
+            lost, relieved = (3.25, "recovered") if event == "end" else (0.0, "")
+            records.append(StragglerRecord(one.time, event, last, "data", *place.values(), 0.05, lost, relieved))
+        if change and before:
+            gained = (change.epoch, change.step, before, one.step_time, change.predicted)
+            records.append(GainRecord(one.time, *gained))
+            before = None
         if not stays:
             predicted = cluster.model.step_time(wanted)
             gain = cluster.model.step_time(sizes) / predicted - 1
             reason = f"predicted {1e3 * predicted:.0f} ms a step, {gain:.1%} faster"
-            changes.append(ChangeRecord(one.time, *after.values(), tuple(wanted), reason, predicted))
+            before = one.step_time if change is None else None
+            change = ChangeRecord(one.time, place["epoch"], place["step"] + 3, tuple(wanted), reason, predicted)
+            records.append(change)
             sizes = wanted
-    end = EndRecord(lines[-1].time + 0.5, 1, 40, rounds * steps, memory=(3.2e9,) * count, overhead=0.02)
-    return RunRecord(
-        header(cluster.speeds, total, **changed),
-        tuple(lines),
-        tuple(changes),
-        tuple(gains),
-        tuple(stragglers),
-        end if ended else None,
-    )
+    if ended:
+        records.append(EndRecord(one.time + 0.5, 1, 40, rounds * steps, memory=(3.2e9,) * (last + 1), overhead=0.02))
+    return RunRecord.of(records)
 
 
 def lines_of(run):

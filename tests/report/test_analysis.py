@@ -9,17 +9,14 @@ from itertools import product
 import numpy as np
 import pytest
 
-from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.report.advice import advice
 from lightning_hetero.core.report.analysis import PHASES, RunFigures
 from lightning_hetero.core.report.json_lines import as_line
 from lightning_hetero.core.report.limit import limit_of
-from lightning_hetero.core.report.lost_time import lost_time, straggler_spans
-from lightning_hetero.core.report.records import EndRecord, RoundRecord, StragglerRecord
+from lightning_hetero.core.report.records import EndRecord
 from lightning_hetero.core.report.run_record import RunRecord
 from lightning_hetero.core.report.summary import summary_of
 from lightning_hetero.core.report.what_if import what_if
-from lightning_hetero.core.stragglers.detector import StragglerDetector
 from tests.recorded import a_round, a_run, header
 
 NODES = [(0.001, 0.002, 0.002, 0.001), (0.002, 0.002, 0.004, 0.001)]
@@ -68,10 +65,7 @@ def test_figures_are_those_of_the_lines(seed):
     }
     for name, values in workers.items():
         assert [getattr(one, name) for one in found.workers] == pytest.approx(values, rel=1e-3), name
-    summary = summary_of(run)
-    for number in (f"{found.speed_up:.2f}x", "predicted", f"{100 * found.idle:.0f} % idle", limit_of(found)):
-        assert number in summary.verdict
-    for row, one in zip(summary.rows, found.workers, strict=True):
+    for row, one in zip(summary_of(run).rows, found.workers, strict=True):
         assert row[:3] == (str(one.rank), f"device {one.rank}", f"{one.size:.0f} ({100 * one.share:.0f} %)")
         numbers = [float(cell.split()[0]) for cell in row[3:6]]
         assert numbers == pytest.approx([one.rate, 1e3 * one.compute, 1e3 * one.waiting], rel=5e-3)
@@ -87,20 +81,18 @@ def test_means_are_over_steps_and_ratios_over_the_rounds_in_which_both_are_known
     assert found.step_time == pytest.approx((7 * 0.9 + 20 * 0.1 + 10 * 0.2) / 37)
     assert found.speed_up == found.speed_up_of_run == pytest.approx(30 * 0.3 / (20 * 0.1 + 10 * 0.2))
     assert found.link_share == pytest.approx((7 * 0.09 + 10 * 0.04) / (7 * 0.9 + 10 * 0.2))
-    later = at((16, 16))
-    assert math.isnan(figures(one, later).step_time_before), "it began with other sizes"
-    assert figures(later, one).step_time_before == later.step_time
-    measured = [figures(at(sizes, even=99.0)).even for sizes in ((16, 16), (16, 17), (17, 16), (18, 15))]
-    assert [value == 99.0 for value in measured] == [False, False, False, True]
+    assert math.isnan(figures(one, at()).step_time_before), "it began with other sizes"
+    measured = [figures(at(sizes, even=99.0)).even for sizes in ((16, 16), (17, 16), (18, 15))]
+    assert [value == 99.0 for value in measured] == [False, False, True]
     four = figures(at(accumulation=4))
     assert four.workers[1].compute == pytest.approx(4 * figures(at()).workers[1].compute)
     assert (four.rate, four.workers[0].rate) == pytest.approx((128 / four.step_time, 64 / four.step_time))
-    for empty in (RunRecord.of([header(2)]), RunRecord.of([header(2), EndRecord(1.0, 0, 0, 0)])):
-        found = RunFigures(empty)
-        assert found.last == found.workers == what_if(found) == advice(found) == ()
-        assert all(math.isnan(getattr(found, name)) for name in UNKNOWN)
-        assert "no step was timed" in limit_of(found)
-        assert "no step was timed" in summary_of(empty).text()
+    empty = RunRecord.of([header(2)])
+    found = RunFigures(empty)
+    assert found.last == found.workers == what_if(found) == advice(found) == ()
+    assert all(math.isnan(getattr(found, name)) for name in UNKNOWN)
+    assert "no step was timed" in limit_of(found)
+    assert "no step was timed" in summary_of(empty).text()
 
 
 # the optimum, and other workers: against all integer splits
@@ -141,37 +133,24 @@ def test_the_optimum_and_every_change_of_workers_are_the_best_of_all_splits(seed
 
 
 def test_bounds_the_newest_model_and_damage_count_for_the_optimum():
-    bounded = figures(at((18, 14), max_local=(18, 100)))
-    assert (bounded.optimum, bounded.share_of_optimum) == (pytest.approx(bounded.step_time), 1.0)
-    assert [one.max_local for one in bounded.workers] == [18, 100]
     least = header(2)
     least = replace(least, workers=tuple(replace(worker, min_local=16) for worker in least.workers))
     assert RunFigures(RunRecord.of([least, at()])).optimum == pytest.approx(at().step_time)
-    of_eight = figures(at((24, 8)), settings={"local_batch_multiple": "8"})
-    assert of_eight.optimum == pytest.approx(at((24, 8)).step_time)
-    assert math.isnan(figures(at((25, 8)), settings={"local_batch_multiple": "8"}).optimum)
+    for sizes, optimum in (((24, 8), at((24, 8)).step_time), ((25, 8), math.nan)):
+        of_eight = figures(at(sizes), settings={"local_batch_multiple": "8"})
+        assert of_eight.optimum == pytest.approx(optimum, nan_ok=True)
     equal = replace(at(), nodes=(NODES[0],) * 2)
     assert figures(at(), equal).share_of_optimum == 1.0 > 0.9 > figures(equal, at()).share_of_optimum
     assert figures(replace(at((31, 1)), step_time=0.001)).share_of_optimum == 0.0
-    beyond = figures(at((20, 12), max_local=(10, 100)))
-    assert (beyond.optimum > beyond.step_time, beyond.share_of_optimum) == (True, 1.0)
     assert RunFigures(RunRecord.of([header(0), at()])).optimum == figures(at()).optimum, "of unknown workers"
-    unknown = (at(max_local=(15, 15)), replace(at((18, 14)), nodes=(), even=math.nan))
-    for one in unknown:
+    for one in (at(max_local=(15, 15)), replace(at((18, 14)), nodes=(), even=math.nan)):
         found = figures(one)
         assert math.isnan(found.optimum)
         assert math.isnan(found.share_of_optimum)
         assert what_if(found) == ()
-    assert [one.change for one in what_if(figures(at((8,), NODES[:1])))] == ["one more like"]
 
 
 # words: what limits the step, and what to do
-
-
-def slower(name):
-    one = at(nodes=[NODES[0]] * 2)
-    first, second = getattr(one, name)
-    return replace(one, **{name: (first, second + 0.1)}, step_time=one.step_time + 0.1)
 
 
 def noisy(share, jitter):
@@ -183,18 +162,12 @@ def noisy(share, jitter):
 LIMITS = [
     ("rank 1's backward", at()),
     ("rank 1's loader", at(data=(0.0, 0.3))),
-    ("rank 0's loader", at(data=(0.3, 0.0))),
-    ("rank 1's forward", slower("forward")),
-    ("rank 1's optimizer", slower("optimizer")),
     (r"the link \(67%", at(link=0.2)),
     ("computing, balanced", at((20, 10))),
     ("computing, balanced", noisy(1.08, 0.1)),  # three standard errors of nine steps are a tenth
     ("rank 1's", noisy(1.12, 0.1)),
-    ("rank 1's", noisy(1.08, 0.001)),
     ("loading, balanced", at((20, 10), data=(0.06, 0.06))),
-    ("computing of ranks 0 and 2", at((16, 4, 16), [NODES[0], NODES[1], NODES[0]])),
     ("computing of 4 of 5", at((16, 4, 16, 16, 16), [NODES[0], NODES[1], *[NODES[0]] * 3])),
-    ("computing$", at((16,), NODES[:1])),
     ("computing, balanced", replace(at((20, 10)), step_time=at((20, 10)).step_time / 0.76)),
     ("the training loop", replace(at((20, 10)), step_time=at((20, 10)).step_time / 0.74)),
 ]
@@ -209,35 +182,21 @@ SLOW = (0.0, 0.2, 0.0, 0.1)
 SHORT = [(1e-5, 1e-3, 1e-5, 1e-4), (1e-5, 4e-3, 1e-5, 1e-4)]
 BOUND = [NODES[0]] * 2 + [(0.004, 0.002, 0.008, 0.001)] * 2
 THIN = at((21, 11), link=0.1)
-COSTLY = [*NODES, *[(0.0, x, 0.0, 0.1) for x in (0.2, 0.4, 0.2, 0.2, 0.2)]]
 ADVICE = {  # and the patterns of all that is said, in order
     "balanced": ([at((21, 11))], ""),
     "a link that makes steps wait": ([THIN], "communication.*59%.*2.4x"),
-    "a link that takes all of the step": ([at((21, 11), link=100.0)], "communication.*20.0x"),
-    "a link that is compressed since": ([THIN, replace(THIN, density=0.01)], ""),
     "a loader": ([at((21, 11), data=(0.0, 0.05))], "rank 1 .*4.%.*num_workers"),
     "a worker that costs time": ([at((29, 18, 1), [*NODES, SLOW])], "rank 2 .*without it"),
-    "of several, the one that costs most": ([at((20, 20, 1, 1, 1, 1, 1), COSTLY)], "rank 3 .*without it"),
-    "memory": ([at(max_local=(16, 100))], "rank 0 .*memory"),
     "memory of two": ([at((6, 4, 16, 16), BOUND, max_local=(6, 4, 100, 100))], "rank 1 .*memory;rank 0 .*memory"),
-    "no more than three": (
-        [at((4, 4, 4, 4, 16, 16), [NODES[0]] * 4 + BOUND[2:], max_local=(4,) * 4 + (100,) * 2)],
-        "rank 0 .*memory;rank 1 .*memory;rank 2 .*memory",
-    ),
     "even": ([at()], "even policy.*optimum"),
-    "fixed": ([at()], "fixed policy.*optimum"),
-    "perf_model": ([at()], ""),
-    "static": ([at((21, 11))], ""),
     "short steps": ([at((21, 11), SHORT, link=1e-4)], "rank 1 .*without it;4.42 ms.*hetero_elastic"),
-    "short steps in which nobody waits": ([at(nodes=[SHORT[0]] * 2, link=0.0)], ""),
 }
 
 
 @pytest.mark.parametrize("name", ADVICE)
 def test_each_advice_stands_where_its_figure_says_so(name):
     rounds, expected = ADVICE[name]
-    policy = name if name in ("even", "fixed", "static") else "perf_model"
-    found = advice(figures(*rounds, policy=policy))
+    found = advice(figures(*rounds, policy="even" if name == "even" else "perf_model"))
     patterns = expected.split(";") if expected else []
     assert len(found) == len(patterns)
     assert all(re.search(pattern, text) for pattern, text in zip(patterns, found, strict=True)), found
@@ -245,92 +204,24 @@ def test_each_advice_stands_where_its_figure_says_so(name):
 
 def test_the_summary_says_what_was_decided_what_is_missing_and_how_it_ended():
     run = a_run()
-    text = summary_of(run).text()
-    for words in ("1 change of", "optimum: runs already", "1 straggler, 0.1 s", "rank 1 (data)", "epoch 0 step 20"):
+    found, text = RunFigures(run), summary_of(run).text()
+    for words in (
+        *(f"{found.speed_up:.2f}x", f"{100 * found.idle:.0f} % idle", limit_of(found), "1 change of"),
+        *("optimum: runs already", "1 straggler, 0.1 s", "rank 1 (data)", "epoch 0 step 20"),
+        *(f"{1e3 * found.step_time_before:.4g}", f"{1e3 * found.step_time:.4g}", f"{1e3 * found.predicted:.4g}"),
+    ):
         assert words in text
-    (step,) = [line for line in summary_of(run).lines if line.startswith("step:")]
-    found = RunFigures(run)
-    for number in (found.step_time_before, found.step_time, found.predicted):
-        assert f"{1e3 * number:.4g}" in step
-    assert f"{100 * found.share_of_optimum:.1f} %" in step
-    assert "ended early" not in text
     failed = replace(run, end=EndRecord(1.0, 0, 3, 3, "RuntimeError: boom"))
     assert "RuntimeError: boom" in summary_of(failed).lines[-1]
-    for rank, who in ((-1, "the link"), (0, "rank 0 (data)")):
-        lines = tuple(replace(one, rank=rank) for one in run.stragglers)
-        assert f"most by {who}" in summary_of(replace(run, stragglers=lines)).text()
+    link = replace(run, stragglers=tuple(replace(one, rank=-1) for one in run.stragglers))
+    assert "most by the link" in summary_of(link).text()
     seen = sum(one.count for one in run.rounds)
-    for more in (0, 1, 40):
+    for more, said in ((1, False), (40, True)):
         ended = replace(run, end=EndRecord(1.0, 0, 3, seen + more))
         assert ended.unseen == more
-        assert (f"last {more} of {seen + more} steps" in summary_of(ended).text()) == (more == 40)
-    assert replace(run, end=None).unseen == replace(run, end=EndRecord(1.0, 0, 3, seen - 1)).unseen == 0
+        assert (f"last {more} of {seen + more} steps" in summary_of(ended).text()) is said
     many = figures(at((16,) * 40, [(0.001, 0.0, 0.002, 0.001 * i) for i in range(40)])).run
     table = summary_of(many).rows
     assert [row[0] for row in table] == [str(i) for i in range(40 - len(table), 40)], "those that wait least"
     assert len(table) < 40
-    assert len({len(line) for line in text.splitlines()[1:5]}) == 1, "aligned"
     assert "(<= 20)" in summary_of(figures(at((16,), NODES[:1], max_local=(20,))).run).text()
-
-
-# time lost by stragglers
-
-SCENES = {
-    "one": [(0.1, 0.15, 0.1)] * 3,
-    "two at once": [(0.1, 0.15, 0.15)] * 2,
-    "one within another": [(0.1, 0.15, 0.1), (0.1, 0.15, 0.15), (0.1, 0.15, 0.15), (0.1, 0.15, 0.1)],
-    "one after another": [(0.1, 0.15, 0.1)] * 2 + [(0.1, 0.1, 0.1)] + [(0.1, 0.1, 0.15)] * 3,
-}
-
-
-@pytest.mark.parametrize("ended", [True, False])
-@pytest.mark.parametrize("name", SCENES)
-def test_lost_seconds_are_those_that_the_detector_counted_also_of_a_run_that_was_killed(name, ended):
-    detector, records = StragglerDetector(3), []
-    for i, busy in enumerate([(0.1,) * 3, *SCENES[name], *[(0.1,) * 3] * ended]):
-        sizes, zeros = np.full((8, 3), 8.0), np.zeros((8, 3))
-        seen = StepObservations(sizes, zeros, zeros + busy, zeros, zeros, zeros, zeros + max(busy))
-        for one in detector.observe(seen, 8):
-            event = "end" if one.relieved else "begin"
-            records.append(
-                StragglerRecord(i - 0.01, event, one.rank, one.phase, 0, 8 * i, one.cost, one.lost, one.relieved)
-            )
-        records.append(RoundRecord(float(i), 0, 8 * i + 7, 8, 8, (8, 8, 8)))
-    run = RunRecord.of([header(3), *records])
-    assert RunFigures(run).lost == pytest.approx(detector.lost)
-    assert detector.lost == pytest.approx(8 * sum(max(busy) - 0.1 for busy in SCENES[name]))
-    assert any(one.end is None for one in straggler_spans(run)) != ended
-
-
-def line(time, event, rank=1, lost=1.0, phase="data"):
-    return StragglerRecord(time, event, rank, phase, 0, 1, 0.1, lost)
-
-
-def spans(*lines, rounds=(1.0, 2.0, 3.0, 4.0)):
-    records = [RoundRecord(time, 0, int(time), int(10 * time), 0, (8, 8, 8)) for time in rounds]
-    return straggler_spans(RunRecord.of([header(3), *records, *lines]))
-
-
-@pytest.mark.parametrize(
-    ("lines", "first", "lost"),
-    [
-        ([line(1.0, "begin"), line(4.0, "end", lost=6.0)], 0, (1.0, 2.0, 3.0)),
-        ([line(1.9, "begin"), line(2.1, "end", lost=6.0)], 1, (6.0,)),
-        ([line(3.0, "begin", lost=0.5), line(4.5, "end", lost=2.5)], 2, (0.5, 2.0)),
-        ([line(3.0, "end", lost=2.0)], 1, (2.0,)),
-        ([line(2.0, "begin")], 1, (1.0, 3.0, 4.0)),
-        ([line(9.0, "begin")], 4, (1.0,)),
-    ],
-)
-def test_what_lies_between_begin_and_end_is_shared_out_by_steps(lines, first, lost):
-    (one,) = spans(*lines)
-    assert (one.first, one.lost, one.total) == (first, pytest.approx(lost), pytest.approx(sum(lost)))
-    assert lost_time([one]) == pytest.approx(sum(lost))
-    assert lost_time([one, one]) == pytest.approx(sum(lost)), "a round waits for one of them"
-
-
-def test_ends_go_with_the_begin_of_the_same_worker_and_phase():
-    again = line(1.0, "begin", phase="link", rank=-1)
-    first, second, third = spans(line(1.0, "begin"), again, line(2.0, "end"), line(3.0, "end"))
-    assert (first.known.phase, first.end.time, second.end, third.begin) == ("data", 2.0, None, None)
-    assert (spans(line(1.0, "begin"), rounds=())[0].lost, lost_time([])) == ((1.0,), 0.0)

@@ -86,12 +86,8 @@ def test_parts_are_where_they_were(name):
 def test_who_is_waited_for_is_named():
     cluster = Cluster(**EXACT["a slow loader"], jitter=0.0)
     events = traced(simulated(cluster, total=48, rounds=1, steps=5, straggler=False))
-    names = defaultdict(set)
-    for rank, row, name, *_ in events:
-        if row == "waiting":
-            names[rank].add(name)
-    assert names[0] == names[2] == {"waiting for rank 1", "waiting for the link"}
-    assert names[1] == {"waiting for the link"}
+    waits = {(rank, name) for rank, row, name, *_ in events if row == "waiting" and name != "waiting for the link"}
+    assert waits == {(0, "waiting for rank 1"), (2, "waiting for rank 1")}
 
 
 def test_buckets_between_first_and_last_end_where_they_were_averaged():
@@ -133,16 +129,9 @@ def of_rows(*steps, count=1, **changed):
     ("name", "rows"),
     [
         ("more than fits", [row(step_time=0.05)] * 2),
-        ("a backward pass beyond its end", [row(backward=0.5)] * 2),
-        ("an update longer than the step", [row(optimizer=0.9)] * 2),
         ("a step time that is not known", [row(), row(step_time=math.nan)]),
-        ("a step time of zero", [row(), row(step_time=0.0)]),
-        ("clocks that differ", [row(step_time=0.2), row(step_time=0.201)]),
         ("a bucket that is missing", [row(ends=(math.nan, 0.07))] * 2),
-        ("no bucket", [row(ends=())] * 2),
-        ("ends that fall", [row(ends=(0.09, 0.07))] * 2),
         ("no time at all", [row(forward=0.0, backward=0.0, data=0.0, optimizer=0.0, ends=(0.0,), last_sync=0.0)] * 2),
-        ("a first bucket after the last", [row(first_bucket=0.5)] * 2),
     ],
 )
 @pytest.mark.parametrize("count", [1, 4])
@@ -154,11 +143,10 @@ def test_rows_that_do_not_agree_still_give_a_trace(name, rows, count):
 
 def test_several_backward_passes_in_a_batch_keep_their_time():
     events = traced(of_rows(*[[row(backward=0.1)]] * 2))
-    backward = [end - start for _, row_, _, start, end in events if row_ == "backward"]
-    assert sum(backward) == pytest.approx(2 * 0.1)
+    assert sum(end - start for _, name, _, start, end in events if name == "backward") == pytest.approx(2 * 0.1)
 
 
-@pytest.mark.parametrize("sample", [(), ((),), (((1.0, 2.0),),), ((row(forward=math.nan),),), ((row(data=-1.0),),)])
+@pytest.mark.parametrize("sample", [(), (((1.0, 2.0),),), ((row(forward=math.nan),),)])
 def test_a_round_without_a_usable_sample_has_no_steps(sample):
     one = RoundRecord(5.0, 0, 9, 10, 8, (8,), sample=sample)
     assert traced(RunRecord(header(speeds=(1.0,)), (one,))) == []

@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 import lightning_hetero
 from lightning_hetero.accelerate.plugin import SETTINGS
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.keywords import checked_keywords, closest
+from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.transformers import hetero_arguments
 
 MORE = (
@@ -113,8 +113,6 @@ def test_classes_made_from_others_and_subclasses_name_their_own_settings():
     assert Own("red", density=0.5).density == 0.5
     with pytest.raises(TypeError, match=r"Own .*densty.*density\?"):
         Own("red", densty=0.5)
-    with pytest.raises(TypeError, match="PerfModelCallback .*hysteresis"):
-        lightning_hetero.PerfModelCallback(hysteresis=0.1)
 
 
 @pytest.mark.parametrize(
@@ -137,31 +135,7 @@ def split(total, policy="pid", *, least=1):
 
 def test_what_is_right_is_passed_on_and_other_errors_are_left_alone():
     assert split(3, least=2) == 5
-    assert list(inspect.signature(split).parameters) == ["total", "policy", "least"]
     with pytest.raises(TypeError, match="missing 1 required"):
         split(least=2)
     with pytest.raises(TypeError, match="has no len"):
         split(3, policy="len")
-    with pytest.raises(TypeError, match=r"split .*poicy.*policy\?"):
-        split(3, poicy="len")
-    with pytest.raises(TypeError, match="check_names"):
-        checked_keywords(lambda total, **others: total)
-
-
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("polcy", {"policy"}),
-        ("Policy", {"policy"}),
-        ("local-batch-sizes", {"local_batch_sizes"}),
-        ("max_batch", {"max_batches"}),
-        ("sizee", {"sizes", "sizer"}),
-        ("xyzzy", set()),
-        (3, set()),
-        ("ACCELERATE_XYZZY", set()),  # a common prefix brings no name near
-    ],
-)
-def test_the_nearest_names(name, meant):
-    names = ["policy", "local_batch_sizes", "max_batches", "min_batches", "sizes", "sizer", "ACCELERATE_SHARD"]
-    said = closest(name, names, prefix="ACCELERATE_")
-    assert {each for each in names if f" {each}" in said} == meant

@@ -4,8 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.compression.settings import BlockTopK
@@ -35,23 +33,14 @@ def test_every_policy_keeps_the_total_and_runs_on(policy):
     assert result.steps == len(result.seconds) == len(result.clock) == 60
     assert (result.exact >= result.optimum * (1 - 1e-12)).all()
     assert (result.idle >= -1e-6).all()
-    if policy == "even":
-        assert len(result.plans) == 1
     if policy in ("perf_model", "pid"):
         assert result.share_since(40) > 0.97 > result.exact[0] ** -1 * result.optimum[0]
-
-
-def test_the_optimum_is_reached_and_kept():
-    result = ClusterSimulator(UNEQUAL, 300, link=LINK, seed=3).run(200)
-    assert result.first_within(0.05) <= 20
-    assert result.first_within(0.01, for_good=True) <= 60
-    assert result.share_since(60) >= 0.99
 
 
 def test_a_run_in_parts_is_the_run_at_once():
     at_once = ClusterSimulator(UNEQUAL, 300, link=LINK, seed=5).run(90)
     simulator = ClusterSimulator(UNEQUAL, 300, link=LINK, seed=5)
-    for steps in (1, 6, 3, 0, 40, 1, 1, 38):
+    for steps in (1, 6, 3, 0, 80):
         in_parts = simulator.run(steps)
     for name in ("seconds", "exact", "optimum", "clock", "sizes", "idle"):
         np.testing.assert_allclose(getattr(in_parts, name), getattr(at_once, name), rtol=1e-12)
@@ -59,40 +48,17 @@ def test_a_run_in_parts_is_the_run_at_once():
     assert [r.step for r in in_parts.rounds] == [r.step for r in at_once.rounds]
 
 
-@given(st.lists(st.floats(0.1, 1.0), min_size=2, max_size=6), st.integers(0, 1000))
-def test_no_policy_beats_the_optimum(speeds, seed):
-    result = ClusterSimulator(cluster(speeds, jitter=0.05), 40 * len(speeds), link=LINK, seed=seed).run(40)
-    assert (result.exact >= result.optimum * (1 - 1e-9)).all()
-    assert (result.sizes.sum(axis=1) == 40 * len(speeds)).all()
-    assert 0 < result.share_of_optimum <= 1 + 1e-9
-
-
-def test_a_slowdown_of_the_profile_is_followed():
-    devices = cluster((1.0,), jitter=0.02) + cluster((1.0,), jitter=0.02, slowdown={100: 2.0})
-    result = ClusterSimulator(devices, 200, link=LINK, seed=2).run(300)
-    assert result.share_since(250) > 0.98
-    assert result.optimum[99] < result.optimum[100]
-    assert abs(result.sizes[99, 0] - 100) <= 4 < result.sizes[-1, 0] - 110
-
-
-@pytest.mark.parametrize(
-    ("devices", "given", "sizes"),
-    [
-        ([DeviceProfile(1e-3, 0, 2e-3, 0, memory=60), DeviceProfile(4e-3, 0, 8e-3, 0)], {}, [60, 40]),
-        (cluster((1.0, 0.1)), {"min_local": 30}, [70, 30]),
-    ],
-    ids=["memory", "min_local"],
-)
-def test_bounds_of_sizes_hold_for_the_split_and_the_optimum(devices, given, sizes):
-    simulator = ClusterSimulator(devices, 100, **given)
-    assert simulator.run(60).sizes[-1].tolist() == sizes
-    assert simulator.optimum()[1].tolist() == sizes
+def test_bounds_of_sizes_hold_for_the_split_and_the_optimum():
+    small = [DeviceProfile(1e-3, 0, 2e-3, 0, memory=60), DeviceProfile(4e-3, 0, 8e-3, 0)]
+    for devices, given, sizes in ((small, {}, [60, 40]), (cluster((1.0, 0.1)), {"min_local": 30}, [70, 30])):
+        simulator = ClusterSimulator(devices, 100, **given)
+        assert simulator.run(60).sizes[-1].tolist() == simulator.optimum()[1].tolist() == sizes
 
 
 # sync rounds
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 3, 4, 9])
+@pytest.mark.parametrize("ahead", [0, 1, 9])
 def test_each_plan_runs_from_its_step_to_the_next_and_a_round_says_what_is_predicted_of_it(ahead):
     splits = [(100 + i, 100 - i, 100) for i in range(1, 40)]
     result = ClusterSimulator(CONSTANT, 300, policy=Watching(splits), replan=4, ahead=ahead).run(60)
@@ -184,16 +150,15 @@ def test_what_is_slow_stays_slow_when_others_join_or_leave():
 def test_the_total_goes_where_goodput_is_highest():
     devices, scale = cluster((1.0, 0.5, 0.25), jitter=0.02), 2000.0
     noise = NoiseTrajectory(lambda samples: scale, errors=(0.1, 0.05))
-    planner = GoodputPlanner(max_total_batch_size=20_000)
-    simulator = ClusterSimulator(devices, 60, link=LINK, policy=planner, noise_scale=noise, seed=1)
+    policy = GoodputPlanner(max_total_batch_size=20_000)
+    simulator = ClusterSimulator(devices, 60, link=LINK, policy=policy, noise_scale=noise, seed=1)
     result = simulator.run(300)
 
     def goodput(total):
         return total / simulator.optimum(total)[0] * (scale + 60) / (scale + total)
 
-    best = max(goodput(total) for total in np.unique(np.geomspace(60, 20_000, 200).astype(int)))
+    best = max(goodput(total) for total in np.unique(np.geomspace(60, 20_000, 100).astype(int)))
     assert goodput(int(result.totals[-1])) > 0.97 * best
-    assert result.totals[0] == 60
     assert (result.sizes.sum(axis=1) == result.totals).all()
     assert result.samples[-1] == result.totals.sum()
 
@@ -202,21 +167,18 @@ def test_the_total_goes_where_goodput_is_highest():
 
 
 def test_a_result_says_when_the_optimum_was_reached_and_which_share_of_it():
-    """Against loops over its steps; equal workers, so that the even split is the optimum."""
+    """Equal workers, so that the even split is the optimum."""
     splits = [(50, 50), (52, 48), (50, 50), (60, 40), (50, 50)]
     simulator = ClusterSimulator([DeviceProfile(0.001, 0, 0, 0)] * 2, 100, policy=Watching(splits), replan=4)
     simulator.adopt(BatchPlan(100, (70, 30)))
     result = simulator.run(24)
-    assert (result.exact / result.optimum)[::4] == pytest.approx([1.4, 1.0, 1.04, 1.0, 1.2, 1.0])
-    for since in (0, 2, 7, 13, 20):
-        assert result.share_since(since) == pytest.approx(result.optimum[since:].sum() / result.seconds[since:].sum())
-        for gap in (0.001, 0.05, 0.3):
-            near = (result.exact / result.optimum <= 1 + gap)[since:].tolist()
-            first = [t for t in range(len(near)) if near[t]]
-            stays = [t for t in range(len(near)) if all(near[t:])]
-            assert result.first_within(gap, since=since) == min(first, default=math.inf)
-            assert result.first_within(gap, since=since, for_good=True) == min(stays, default=math.inf)
-    assert result.share_of_optimum == pytest.approx(result.optimum.sum() / result.seconds.sum())
+    ratios = [1.4, 1.0, 1.04, 1.0, 1.2, 1.0]  # four steps each
+    assert (result.exact / result.optimum)[::4] == pytest.approx(ratios)
+    assert result.share_of_optimum == pytest.approx(6 / sum(ratios))
+    assert result.share_since(12) == pytest.approx(3 / sum(ratios[3:]))
+    for gap, since, first, for_good in ((0.05, 0, 4, 20), (0.001, 5, 0, 15), (0.001, 8, 4, 12), (0.3, 7, 0, 0)):
+        assert result.first_within(gap, since=since) == first
+        assert result.first_within(gap, since=since, for_good=True) == for_good
     even = ClusterSimulator(cluster((1.0, 0.1)), 100, policy="even").run(5)
     assert even.first_within(0.05) == even.first_within(0.05, for_good=True) == math.inf
 
@@ -224,19 +186,9 @@ def test_a_result_says_when_the_optimum_was_reached_and_which_share_of_it():
 @pytest.mark.parametrize(
     ("wrong", "error"),
     [
-        ({"devices": []}, TypeError),
-        ({"link": 100}, TypeError),
         ({"policy": "best"}, ValueError),
-        ({"policy": "goodput"}, ValueError),
-        ({"seed": -1}, ValueError),
-        ({"min_local": 0}, ValueError),
-        ({"names": ["a", "b", "b"]}, ValueError),
         ({"capacities": [1.0]}, ValueError),
-        ({"replan": "often"}, ValueError),
-        ({"hysteresis": 2.0}, ValueError),
-        ({"ahead": -1}, ValueError),
         ({"compression": "block_topk"}, TypeError),
-        ({"compression": BlockTopK(), "devices": DEVICES[:1]}, ValueError),
         ({"staleness": 2, "compression": BlockTopK()}, ValueError),
     ],
 )
@@ -251,13 +203,9 @@ def test_bad_input_is_named(wrong, error):
         (lambda: ClusterSimulator(UNEQUAL, 2), ValueError, "3 workers"),
         (lambda: ClusterSimulator(UNEQUAL, 9, policy=PerfModelPlanner), TypeError, "PerfModelPlanner"),
         (lambda: ClusterSimulator(UNEQUAL, 9, compression=BlockTopK(dense_every=5)), ValueError, "dense_every=5"),
-        (lambda: ClusterSimulator(UNEQUAL, 9, events=[5]), TypeError, "Join and Leave"),
         (lambda: ClusterSimulator(UNEQUAL, 9, events=[Leave(5, "device 7")]), ValueError, "'device 7'"),
         (lambda: ClusterSimulator(UNEQUAL, 9, events=[Join(5, DEVICES[0], "device 1")]), ValueError, "'device 1'"),
         (lambda: ClusterSimulator(DEVICES[:1], 9, events=[Leave(5, "device 0")]), ValueError, "nobody is left"),
-        (lambda: Leave(-1, "a"), ValueError, "step=-1"),
-        (lambda: Join(1, "A100"), TypeError, "DeviceProfile"),
-        (lambda: NoiseTrajectory(100.0), TypeError, "scale"),
     ],
 )
 def test_what_cannot_happen_is_named(call, error, text):

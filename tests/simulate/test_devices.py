@@ -27,27 +27,8 @@ NAMES = [name for name, device in published_devices().items() if not device.per_
 
 def test_each_published_figure_says_where_it_comes_from():
     kinds = ("devices", "workloads", "clusters", "links")
-    entries = [(f"{kind} {name}", entry) for kind in kinds for name, entry in TABLE[kind].items()]
-    for where, entry in [*entries, *(("profiles", entry) for entry in TABLE["profiles"])]:
-        assert entry["source"].startswith(("Cannikin", "dynamic batching", "Adaptive SGD", "StellaTrain")), where
-        assert re.search(r"Table|Fig\.|section|footnote", entry["source"]), where
-        if where.split()[0] in ("devices", "workloads", "profiles"):
-            assert entry["basis"] in ("reported", "derived"), where
-        for key, source in {"samples": "samples_from", "memory_gb": "memory_from"}.items():
-            assert entry.get(key) is None or entry[source], where
-
-
-def test_ratios_are_those_that_the_papers_print():
-    speed = {name: device.tflops for name, device in published_devices().items()}
-    assert speed["A100"] / speed["RTX6000"] == pytest.approx(3.42, rel=1e-3)
-    assert speed["V100"] / speed["A100"] == pytest.approx(31.4 / 77.97, rel=1e-3)
-    assert speed["H100"] / speed["A100"] == pytest.approx(204.9 / 77.97, rel=1e-3)
-    assert speed["P100"] / (48 * speed["core"]) == pytest.approx(0.813 / 0.187, rel=0.02)
-    even, split = 4 * speed["P4"], 2 * speed["T4"] + 2 * speed["P4"]
-    assert split / even == pytest.approx(90 / 20, rel=1e-3), "minutes of dynamic batching, sec. IV-B"
-    for cluster, workload, ratio in (("HeteroGPU", "mlp-amazon670k", 1.32), ("C", "resnet50-imagenet", 4.0)):
-        gap = [1 / profile.q for profile in cluster_profiles(cluster, workload)]
-        assert max(gap) / min(gap) == pytest.approx(ratio, rel=1e-3)
+    for entry in [*(one for kind in kinds for one in TABLE[kind].values()), *TABLE["profiles"]]:
+        assert re.search(r"Table|Fig\.|section|footnote", entry["source"]), entry
 
 
 def test_every_device_has_a_profile_for_every_workload():
@@ -57,13 +38,8 @@ def test_every_device_has_a_profile_for_every_workload():
             assert (profile.name, profile.jitter) == (name, 0.03)
             assert 0 < profile.seconds(1) < profile.seconds(2)
             assert profile.k == pytest.approx(2 * profile.q, rel=1e-4)
-
-
-def test_clusters_have_the_workers_of_the_papers():
-    names = {c: [one.name for one in cluster_profiles(c, "resnet50-imagenet")] for c in ("B", "C", "D-H2", "D-H10")}
-    assert len(names["B"]) == len(names["C"]) == 16
-    assert names["B"].count("RTX6000") == 8
-    assert [sum(int(name.split()[0]) for name in names[level]) for level in ("D-H2", "D-H10")] == [39, 39]
+    names = [one.name for one in cluster_profiles("B", "resnet50-imagenet")]
+    assert (len(names), names.count("RTX6000")) == (16, 8)
 
 
 @pytest.mark.parametrize(
@@ -78,10 +54,8 @@ def test_a_share_of_a_device_has_a_share_of_its_memory(name, memory):
     ("call", "arguments", "words"),
     [
         (device_profile, ("A10", "bert-squad"), "'A10'.*A100"),
-        (device_profile, ("qqq", "bert-squad"), "'qqq'.*A100"),
         (device_profile, ("A100", "bert-squat"), "'bert-squat'.*bert-squad"),
         (cluster_profiles, ("D-H3", "bert-squad"), "'D-H3'.*D-H2"),
-        (device_profile, ("A100@0%", "bert-squad"), "share of 'A100'"),
         (device_profile, ("A100@200%", "bert-squad"), "share of 'A100'"),
     ],
 )
@@ -129,11 +103,7 @@ def test_a_ring_sends_twice_all_but_one_share():
     for workers in (2, 3, 10, 10_000):
         np.testing.assert_allclose(link.seconds(workers), 0.25 + 2 * (workers - 1) / workers * 2e6 / 1e6)
     assert link.seconds(1).tolist() == [0.0] * 4
-
-
-def test_buckets_are_ready_from_gamma_to_the_end():
     assert LinkProfile(buckets=3, gamma=0.5).ready_shares.tolist() == [0.5, 0.75, 1.0]
-    assert LinkProfile(buckets=1, gamma=0.5).ready_shares.tolist() == [1.0]
 
 
 GAPS = st.lists(st.tuples(st.floats(0.1, 5.0), st.floats(0.1, 10.0)), max_size=5)
@@ -154,22 +124,11 @@ def test_a_transfer_takes_until_its_bytes_are_sent(gaps, start, num_bytes, rate)
     ("made", "name", "value", "error"),
     [
         (profile, "q", -1.0, ValueError),
-        (profile, "m", "fast", TypeError),
-        (profile, "memory", 0, ValueError),
-        (profile, "jitter", -0.1, ValueError),
-        (profile, "round_passes", 0, ValueError),
         (profile, "slowdown", {5: 0.0}, ValueError),
-        (profile, "slowdown", {1.5: 2.0}, TypeError),
         (profile, "slowdown", [(1, 2.0), (1, 3.0)], ValueError),
-        (LinkProfile, "gradient_bytes", -1, ValueError),
-        (LinkProfile, "rate", 0.0, ValueError),
         (LinkProfile, "latency", math.nan, ValueError),
-        (LinkProfile, "buckets", 0, ValueError),
-        (LinkProfile, "gamma", 1.5, ValueError),
-        (LinkProfile, "trace", 5, TypeError),
         (LinkProfile, "trace", [(1.0, 0.0)], ValueError),
         (LinkProfile, "trace", [(2.0, 1.0), (1.0, 1.0)], ValueError),
-        (LinkProfile, "trace", [(1.0, 2.0), (1.0, 3.0)], ValueError),
     ],
 )
 def test_bad_input_is_named(made, name, value, error):

@@ -57,12 +57,3 @@ def test_every_sample_once_an_epoch_and_the_rules_of_the_engine(speeds, merge, s
         assert now.weights == weights.weights
     assert all(end > begin for begin, end in zip(result.begins, result.ends, strict=True))
     assert result.ends[:-1] == result.begins[1:]
-
-
-def test_sizes_settle_where_updates_are_equal():
-    result = ElasticSimulator(devices((1.0, 0.5, 0.3)), 64, 10**6).run(12)
-    last = result.merges[-1]
-    assert max(last.updates) - min(last.updates) <= 0.1 * max(last.updates)
-    assert last.batch_sizes[0] == 64 > last.batch_sizes[1] > last.batch_sizes[2]
-    assert max(result.idle_share(11)) < 0.02
-    assert result.samples == 12 * 6400

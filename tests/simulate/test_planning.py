@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -56,7 +55,6 @@ def test_a_file_says_it_all_and_options_go_before_it(file):
     given = {"workload": "bert-squad", "gradient_bytes": 1e6, "rate": 1e6, "latency": 1.0, "jitter": 0.1}
     cluster = read_cluster(file(FULL), Given(**given, prices={"A100": 9.0}, total_batch_size=64, samples=10))
     assert (cluster.workers[0].jitter, cluster.workers[0].price) == (0.1, 9.0)
-    assert cluster.workers[0].q == read_cluster("A100", Given(workload="bert-squad")).workers[0].q
     assert (cluster.link.gradient_bytes, cluster.link.rate, cluster.link.latency) == (1e6, 1e6, 1.0)
     assert (cluster.total_batch_size, cluster.samples) == (64, 10)
 
@@ -66,21 +64,15 @@ def test_a_record_is_read_as_it_was_written_and_can_be_a_part_of_a_cluster(file)
     cluster = Cluster(workers, Link(4e6, 1e8, 1e-3, 4, 0.2), 100, 1000)
     path = file(json.dumps(record(cluster), indent="\t"), "run.json")
     again = read_cluster(path)
-    assert again.workers == workers
-    assert (again.total_batch_size, again.samples, again.link.gamma) == (100, 1000, 0.2)
+    assert (again.workers, again.total_batch_size, again.samples, again.link.gamma) == (workers, 100, 1000, 0.2)
     assert again.link.times(2) == pytest.approx(cluster.link.times(2))
     assert again.link.times(3) == pytest.approx([t * (4 / 3) for t in again.link.times(2)])
     assert again.link.effective_rate() == pytest.approx(4e6 / sum(cluster.link.times(2)))
-    assert plan_cluster(again).step_time == pytest.approx(plan_cluster(cluster).step_time)
-    named = read_cluster(f"2x{path}", Given(total_batch_size=100))
-    assert names(named) == ["a", "b", "a", "b"]
-    assert (named.link.gradient_bytes, named.link.gamma, named.samples) == (4e6, 0.2, 1000)
+    assert names(read_cluster(f"2x{path}", Given(total_batch_size=100))) == ["a", "b", "a", "b"]
     profiled = "workers:\n  - {profile: run.json, count: 2, name: mine}\n"
-    for link, gamma in (("1Gbit", 0.2), ("{rate: 1Gbit, gamma: 0.3}", 0.3)):
-        inside = read_cluster(file(f"link: {link}\ntotal_batch_size: 9\n{profiled}"))
-        assert names(inside) == ["mine"] * 4
-        assert inside.link == replace(inside.link, gradient_bytes=4e6, rate=125e6, gamma=gamma)
-        assert inside.samples == 1000
+    inside = read_cluster(file(f"link: {{rate: 1Gbit, gamma: 0.3}}\ntotal_batch_size: 9\n{profiled}"))
+    assert (names(inside), inside.samples) == (["mine"] * 4, 1000)
+    assert (inside.link.gradient_bytes, inside.link.rate, inside.link.gamma) == (4e6, 125e6, 0.3)
 
 
 def test_the_state_of_a_planner_is_read(file):
@@ -106,24 +98,12 @@ BERT = "workload: bert-squad\nworkers: [A100]\n"
         ("", 1, "empty"),
         ("workers: [A100\ntotal: 3", 2, "YAML"),
         ("workload: bert-squad\nworker:\n  - A100\n", 2, "Did you mean workers"),
-        ("workload: bert-squat\nworkers: [A100]\n", 1, "Did you mean bert-squad"),
         ("workers:\n  - A100\n", 2, "resnet50-imagenet"),
-        ("workers:\n  - {q: 1, s: 0, k: 1}\n", 2, "'m'"),
-        ("workers:\n  - {q: 0, s: 1, k: 0, m: 0}\n", 2, "q + k"),
-        ("workers:\n  - {q: 1e-300, s: 0, k: 0, m: 0}\n", 2, "1e-15"),
         ("workers:\n  - {q: 1, s: 0, k: x, m: 0}\n", 2, "workers[0].k"),
-        ("workers:\n  - {q: 1, s: 0, k: 1, m: 0, memry: 2}\n", 2, "Did you mean memory"),
-        ("workers:\n  - {q: 1, s: 0, k: 1, m: 0, q: 2}\n", 2, "twice"),
         ("workers:\n  - &x {q: 1, s: 0, k: 1, m: 0, <<: *x}\n", 2, "'<<'"),
         ('workers:\n  - {q: 1, s: 0, k: 1, m: 0, name: "a\\nb"}\n', 2, "control character"),
-        ("workers:\n  - 0 x A100\n", 2, "'0'"),
         ("workers: !!python/object/apply:os.system ['exit 1']\n", 1, "'exit 1'"),
-        ("total_batch_size: 3\n", 1, "'workers'"),
-        (f"{BERT}total_batch_size: yes\n", 3, "total_batch_size"),
         (f"{BERT}price:\n  A10: 3\n", 4, "Did you mean A100"),
-        (f"{BERT}price:\n  A100: 3\n  a100: 4\n", 4, "two prices"),
-        (f"{BERT}jitter: 3\n", 3, "jitter"),
-        (f"version: 2\n{ONE}", 1, "version"),
         (f"version: 1\n{ONE}t_oo: 1\n", 3, "Did you mean t_o"),
     ],
 )
@@ -136,13 +116,6 @@ def test_an_error_names_the_line_and_what_is_wrong(file, text, line, word):
     assert word in message
 
 
-def test_workers_are_dropped_by_name():
-    cluster = read_cluster("4XA100,2*T4", Given(workload="bert-squad"))
-    assert names(cluster.dropped(["2xa100", "T4"])) == ["A100", "A100", "T4"]
-    small, large = Worker("a", 1, 0, 1, 0, memory=1), Worker("a", 1, 0, 1, 0, memory=2)
-    assert Cluster((small, large)).dropped(["a"]).workers == (small,)
-
-
 UNITS = {"rate": "link: {rate: ", "latency": "link: {latency: ", "samples": "samples: ", "model": "model: "}
 
 
@@ -152,36 +125,21 @@ def with_unit(file, what, text):
     return {"samples": cluster.samples, "model": cluster.link.gradient_bytes}.get(what) or getattr(cluster.link, what)
 
 
-@pytest.mark.parametrize(
-    ("what", "text", "value"),
-    [
-        ("rate", "100Mbit", 12.5e6),
-        ("rate", "3MB/s", 3e6),
-        ("rate", "inf", math.inf),
-        ("latency", "1.5ms", 1.5e-3),
-        ("samples", "1.3B", 1_300_000_000),
-        ("model", "params=124M", 496e6),
-        ("model", "bytes = 3MB", 3e6),
-    ],
-)
-def test_units(file, what, text, value):
-    assert with_unit(file, what, text) == pytest.approx(value)
-
-
-@pytest.mark.parametrize(
-    ("what", "texts"),
-    [
-        ("rate", ("1e-300Gbit", "1e300Gbit", "infGbit", "-inf", "true", "100", "100mbit", "-1Mbit", "0Mbit", "Mbit")),
-        ("rate", ("1e999Mbit", "1Mbit/h", "nan", ".nan")),
-        ("latency", ("1", "1h", "ms", "-1ms", "1e300s", "inf")),
-        ("samples", ("0", "1.5", "-3", "1e300", "124m", "1e", "''", "true")),
+def test_units_are_strict(file):
+    for what, text, value in (
+        *(("rate", "100Mbit", 12.5e6), ("rate", "3MB/s", 3e6), ("rate", "inf", math.inf), ("latency", "1.5ms", 1.5e-3)),
+        *(("samples", "1.3B", 1_300_000_000), ("model", "params=124M", 496e6), ("model", "bytes = 3MB", 3e6)),
+    ):
+        assert with_unit(file, what, text) == pytest.approx(value)
+    for what, texts in (
+        ("rate", ("1e-300Gbit", "1e300Gbit", "-inf", "true", "100", "100mbit", "0Mbit", "Mbit", "1Mbit/h", ".nan")),
+        ("latency", ("1", "1h", "-1ms", "1e300s", "inf")),
+        ("samples", ("0", "1.5", "-3", "1e300", "124m", "''", "true")),
         ("model", ("124M", "params", "params=", "parameters=124M")),
-    ],
-)
-def test_units_are_strict(file, what, texts):
-    for text in texts:
-        with pytest.raises(ValueError, match=f":1: .*{what}"):
-            with_unit(file, what, text)
+    ):
+        for text in texts:
+            with pytest.raises(ValueError, match=f":1: .*{what}"):
+                with_unit(file, what, text)
 
 
 # figures of a plan
@@ -315,18 +273,10 @@ def test_jitter_and_errors_make_steps_longer():
     steps = (a * rng.normal(1, 0.05, (20000, 8)) + p * rng.normal(1, 0.05, (20000, 8))).max(axis=1)
     assert answer.step_time < answer.expected_step_time == pytest.approx(steps.mean(), rel=2e-3)
     assert answer.step_time_error == pytest.approx(steps.std(), rel=0.03)
-    assert answer.samples_per_second == pytest.approx(160 / answer.expected_step_time)
-    assert [w.idle_share for w in answer.workers] == pytest.approx(1 - (a + p) / answer.step_time)
     assert answer.epoch.seconds == pytest.approx(1000 / 160 * answer.expected_step_time)
     one = plan_cluster(Cluster((Worker("w", 0.001, 0.01, 0.002, 0.01, error=0.1),)), 10)
     assert one.step_time_error == pytest.approx(0.1 * one.step_time, rel=5e-3)
     json.dumps(one.to_dict(), allow_nan=False)  # a link without a limit is null
-
-
-@pytest.mark.parametrize(("total", "words"), [(None, "--total-batch"), (1, "2 at least"), (30, "20 at most")])
-def test_a_total_that_cannot_run_is_refused(total, words):
-    with pytest.raises(ValueError, match=words):
-        plan_cluster(Cluster((Worker("a", 0.001, 0, 0.002, 0, memory=10),) * 2), total)
 
 
 def test_each_worker_is_limited_by_what_asks_for_the_longer_step():
@@ -342,14 +292,11 @@ def test_each_worker_is_limited_by_what_asks_for_the_longer_step():
 
 def test_shares_of_the_optimum_are_those_of_the_splits_that_ran():
     workers = (Worker("fast", 0.001, 0.01, 0.002, 0), Worker("slow", 0.003, 0.01, 0.006, 0))
-    link = Link(1.0, math.inf)
-    answer = simulate_cluster(Cluster(workers, link, total_batch_size=40), steps=60)
-    optimum = best(workers, 40, link, math.inf)
-    ends = [*(plan.step for plan in answer.plans[1:]), 60]
-    sizes = np.array(
-        [p.local_batch_sizes for p, end in zip(answer.plans, ends, strict=True) for _ in range(end - p.step)]
-    )
-    times = seconds(workers, sizes.T, link, math.inf)
+    answer = simulate_cluster(Cluster(workers, Link(1.0, math.inf), total_batch_size=40), steps=60)
+    optimum = best(workers, 40, Link(1.0, math.inf), math.inf)
+    steps = np.diff([*(plan.step for plan in answer.plans), 60])
+    sizes = np.repeat([plan.local_batch_sizes for plan in answer.plans], steps, axis=0)
+    times = seconds(workers, sizes.T, Link(1.0, math.inf), math.inf)
     assert answer.plans[0].local_batch_sizes == (20, 20)
     assert answer.optimum == pytest.approx(optimum)
     assert answer.share_of_optimum == pytest.approx(60 * optimum / times.sum())
@@ -357,13 +304,3 @@ def test_shares_of_the_optimum_are_those_of_the_splits_that_ran():
     assert answer.steps_to_5_percent == int(np.argmax(times <= 1.05 * optimum))
     assert answer.steps_to_1_percent == int(np.argmax(times <= 1.01 * optimum))
     assert answer.samples_per_second == pytest.approx(60 * 40 / answer.seconds)
-    assert answer.seconds >= times.sum() - 1e-9
-
-
-@pytest.mark.parametrize("name", ["A", "B", "D-GPU-CPU"])
-def test_the_learned_split_comes_near_the_planned_one(name):
-    cluster = read_cluster(name, Given(workload="resnet50-imagenet", jitter=0.02, total_batch_size=256, rate=1e12))
-    planned, learned = plan_cluster(cluster), simulate_cluster(cluster, steps=150)
-    assert learned.share_at_the_end > 0.98
-    assert learned.optimum == pytest.approx(planned.step_time, rel=1e-3)
-    assert learned.steps_to_5_percent <= 60

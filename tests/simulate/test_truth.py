@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from lightning_hetero.compression.wire_format import message_size
-from lightning_hetero.core.batching.optperf import solve_optperf
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.compression.settings import BlockTopK
-from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
 from lightning_hetero.simulate import ClusterSimulator, DeviceProfile, LinkProfile
 from tests.simulate.planners import Watching
 
@@ -86,12 +84,12 @@ def test_steps_are_those_of_their_events_and_timers_see_them(more, seed):
 
 def test_the_jitter_of_the_link_is_on_latency_and_bytes():
     nothing, factors = [DeviceProfile(0.0, 0.0, 0.0, 0.0)] * 2, []
-    for latency, rate, trace in ((0.1, 1e6, ()), (0.0, 1e5, ()), (0.3, 1e6, [(0.0, 1e6)])):
-        link = LinkProfile(gradient_bytes=1e6, rate=rate, latency=latency, jitter=0.2, trace=trace)
+    for latency, rate in ((0.1, 1e6), (0.0, 1e5)):
+        link = LinkProfile(gradient_bytes=1e6, rate=rate, latency=latency, jitter=0.2)
         seconds = ClusterSimulator(nothing, 20, link=link, policy="even", seed=3).run(400).seconds
         factors.append(seconds / link.seconds(2).sum())
     assert np.std(factors[0]) == pytest.approx(0.2, rel=0.15)
-    np.testing.assert_allclose(factors[1:], [factors[0]] * 2)
+    np.testing.assert_allclose(factors[1], factors[0])
 
 
 def test_the_rate_of_a_link_along_its_trace():
@@ -131,21 +129,6 @@ def test_no_split_is_better(seed):
         assert found == pytest.approx(min(seconds(split) for split in splits(total, least, memory)), rel=1e-9)
         assert seconds(sizes.tolist()) == pytest.approx(found, rel=1e-9)
         assert tuple(sizes.tolist()) in splits(total, least, memory)
-
-
-def test_as_good_as_the_solver_of_the_planners(seed):
-    """Two searches that share nothing, on the times of C eq. 7: two buckets."""
-    rng = np.random.default_rng(seed)
-    for _ in range(15):
-        workers = int(rng.integers(2, 40))
-        rows, gamma = rng.uniform(0.1, 1.0, (workers, 4)) * 1e-2, rng.uniform(0.05, 0.5)
-        link = LinkProfile(1e6, rng.uniform(1e7, 1e9), buckets=2, gamma=gamma)
-        total = int(rng.integers(2 * workers, 50 * workers))
-        simulator = ClusterSimulator([DeviceProfile(*row) for row in rows], total, link=link)
-        nodes = [NodeTimeModel(*row) for row in rows]
-        plan = solve_optperf(ClusterTimeModel(nodes, gamma, *link.seconds(workers)), total, min_local=(1,) * workers)
-        best = simulator.optimum()[0]
-        assert simulator.time(BatchPlan(total, tuple(plan.local_batch_sizes))) == pytest.approx(best, rel=1e-9)
 
 
 @pytest.mark.parametrize("total", [1, 11])
