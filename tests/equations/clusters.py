@@ -46,8 +46,8 @@ def slowed(cluster, rank, factor):
 
 def measure(cluster, sizes, rng, *, steps=10, noise=0.02, sent=0.0):
     """What the workers measure of some steps; whoever is ready early waits inside its synchronization."""
-    b = np.broadcast_to(np.asarray(sizes, dtype=float), (steps, len(sizes)))
     q, s, k, m = np.array([(n.q, n.s, n.k, n.m) for n in cluster.nodes]).T
+    b = np.broadcast_to(np.asarray(sizes, dtype=float), (steps, len(q)))
     forward = (q * b + s) * np.maximum(1 + noise * rng.standard_normal(b.shape), 0.1)
     backward = (k * b + m) * np.maximum(1 + noise * rng.standard_normal(b.shape), 0.1)
     first = cluster.gamma * backward
@@ -56,7 +56,7 @@ def measure(cluster, sizes, rng, *, steps=10, noise=0.02, sent=0.0):
     done = begin + cluster.t_u + sent
     over = cluster.t_o + start.max(axis=1, keepdims=True) - start
     last = cluster.t_u + sent + ready.max(axis=1, keepdims=True) - ready
-    return StepObservations(b, forward, backward, first, over, last, np.repeat(done, len(sizes), axis=1))
+    return StepObservations(b, forward, backward, first, over, last, np.repeat(done, len(q), axis=1))
 
 
 def joined(*seen):

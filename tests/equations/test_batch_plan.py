@@ -54,7 +54,10 @@ def test_every_sample_of_an_epoch_is_taken_once_and_lengths_and_offsets_say_so(h
 
 
 @given(histories(), st.integers(0, 2))
-def test_what_is_needed_from_an_epoch_on_says_the_same(history, epoch):
+def test_what_is_needed_from_an_epoch_on_says_the_same_and_comes_back_from_json(history, epoch):
+    back = PlanHistory.from_state_dict(json.loads(json.dumps(history.state_dict())))
+    assert (back, back.digest()) == (history, history.digest())
+    assert 0 <= history.digest() < 2**48
     later = history.since(epoch)
     assert all((e.epoch, e.step) > (epoch, 0) for e in later.entries[1:])
     for e in range(epoch, 4):
@@ -63,13 +66,6 @@ def test_what_is_needed_from_an_epoch_on_says_the_same(history, epoch):
             assert later.offset(e, step) == history.offset(e, step)
             starts = [one.step for one in history.entries if one.epoch == e and one.step > step]
             assert history.until(e, step) == min(starts, default=math.inf)
-
-
-@given(histories())
-def test_a_history_comes_back_from_json(history):
-    back = PlanHistory.from_state_dict(json.loads(json.dumps(history.state_dict())))
-    assert (back, back.digest()) == (history, history.digest())
-    assert 0 <= history.digest() < 2**48
 
 
 BASE = PlanHistory((PlanEntry(0, 0, BatchPlan(8, (4, 4))), PlanEntry(1, 5, BatchPlan(8, (6, 2)))))
@@ -102,26 +98,15 @@ def test_a_plan_holds_from_its_step_on_and_never_changes_the_past():
 
 
 def test_a_plan_is_plain_python_whatever_it_was_made_of():
-    plain = BatchPlan(8, (6, 2, 0), 0.5, ("compute", "communication", "compute"), (2,), 0.25, 0.125, LEARNED)
+    plain = BatchPlan(8, (6, 2, 0), 0.5, ("compute",) * 3, (2,), 0.25, 0.125, LEARNED)
     numpy = BatchPlan(
         np.int64(8), np.array([6, 2, 0]), np.float32(0.5), plain.bottlenecks, [np.int64(2)],
         np.float64(0.25), np.float64(0.125), LEARNED,
     )  # fmt: skip
     assert (plain.world_size, plain.shares) == (3, (0.75, 0.25, 0.0))
-    histories = [PlanHistory((PlanEntry(number(1), number(4), plan, "why"),)) for number, plan in
-                 ((int, plain), (np.int64, numpy))]  # fmt: skip
-    states = [json.dumps(history.state_dict()) for history in histories]
-    assert states[0] == states[1]
-    assert PlanHistory.from_state_dict(json.loads(states[0])) == histories[0]
-    assert histories[0].digest() == histories[1].digest()
-
-
-def test_a_plan_says_its_split_and_what_is_predicted():
-    plan = BatchPlan(8, (6, 2), 0.5, leave_out=(1,), step_time_without=0.4, step_time_error=0.01)
-    text = PlanEntry(0, 0, plan, "because").describe()
-    assert all(word in text for word in ("6/2", "8 samples", "because", "500.0", "10.0", "rank 1", "400.0"))
-    assert "75/25 %" in BatchPlan(8, (6, 2), cost=LEARNED).split
-    assert "500" not in PlanEntry(0, 0, BatchPlan(8, (6, 2), 0.5)).describe()
+    one, other = PlanHistory((PlanEntry(1, 4, plain),)), PlanHistory((PlanEntry(np.int64(1), np.int64(4), numpy),))
+    assert json.dumps(one.state_dict()) == json.dumps(other.state_dict())
+    assert (PlanHistory.from_state_dict(other.state_dict()), other.digest()) == (one, one.digest())
 
 
 @pytest.mark.parametrize(
@@ -129,23 +114,9 @@ def test_a_plan_says_its_split_and_what_is_predicted():
     [
         (lambda: BatchPlan(0, (0, 0)), ValueError, "total_batch_size"),
         (lambda: BatchPlan(8.0, (4, 4)), TypeError, "total_batch_size"),
-        (lambda: BatchPlan(True, (1,)), TypeError, "total_batch_size"),
         (lambda: BatchPlan(8, (4, 3)), ValueError, "local_batch_sizes.*total_batch_size"),
-        (lambda: BatchPlan(8, (9, -1)), ValueError, r"local_batch_sizes\[1\]"),
         (lambda: BatchPlan(8, (4.0, 4.0)), TypeError, r"local_batch_sizes\[0\]"),
-        (lambda: BatchPlan(8, ()), ValueError, "local_batch_sizes"),
-        (lambda: BatchPlan(8, (4, 4), 0.0), ValueError, "step_time"),
-        (lambda: BatchPlan(8, (4, 4), "fast"), ValueError, "step_time"),
-        (lambda: BatchPlan(8, (4, 4), 1.0, ("compute",)), ValueError, "bottlenecks"),
-        (lambda: BatchPlan(8, (4, 4), step_time_error=-0.1), ValueError, "step_time_error"),
-        (lambda: PlanEntry(-1, 0, BASE.last.plan), ValueError, "epoch"),
-        (lambda: PlanEntry(0, -1, BASE.last.plan), ValueError, "step"),
-        (lambda: PlanEntry(0, None, BASE.last.plan), TypeError, "step"),
-        (lambda: CostWeights((0.0,) * 5), ValueError, "theta"),
-        (lambda: CostWeights((-1.0, 1, 0, 0, 0)), ValueError, "theta"),
         (lambda: CostWeights((1.0, 1, 0, 0, 0), (-1.0,)), ValueError, "fixed"),
-        (lambda: proportional_sizes(4, [0.0, 0.0]), ValueError, "shares"),
-        (lambda: proportional_sizes(4, [1.0, math.nan]), ValueError, "shares"),
         (lambda: proportional_sizes(4, [1, 1], min_local=3), ValueError, "total=4"),
         (lambda: proportional_sizes(4, [1, 1], max_local=[1, 2]), ValueError, "total=4"),
         (lambda: proportional_sizes(5, [1, 1], multiple=2), ValueError, "total=5"),
@@ -224,9 +195,6 @@ def test_batches_of_several_loaders_are_split_in_one_proportion(factors, sizes, 
     for own, total in zip(split, totals, strict=True):
         assert [size * totals[0] for size in own] == [size * total for size in split[0]]
     assert most is None or all(sum(own) <= limit for own, limit in zip(zip(*split, strict=True), most, strict=True))
-    assert joint_sizes(totals, sizes, max_local=[sum(totals)] * len(sizes)) == joint_sizes(totals, sizes)
-    if math.gcd(*totals) == sum(sizes) and most is None:
-        assert [size * sum(sizes) for size in split[0]] == [size * totals[0] for size in sizes]
 
 
 # streams
@@ -287,8 +255,6 @@ def test_sizes_are_those_of_the_plan_until_a_stream_ends_and_others_then_take_it
     assert steps[10:-1] == [(8, 0)] * (len(steps) - 11)
     assert next_block([(6, 2)] * 3, (13, 99), (False, False), StreamRules()).sizes == ((6, 2),) * 2
     assert next_block([(6, 2, 4)], (0, 99, 99), (True, False, False), StreamRules()).sizes == ((0, 4, 8),)
-    assert wanted_samples([(4, 0)], (0, 0), (False, False), StreamRules()) == (4, 1)
-    assert next_block([(4, 0)], (0, 9), (True, False), StreamRules()).sizes == ((0, 4),)
     for length in range(2, 12):  # with batch normalization no rank can run a single sample
         for plan in ((4, 4), (8, 3)):
             steps, rest, _ = played([length, 40], plan, 2, StreamRules(2))

@@ -17,9 +17,7 @@ from lightning_hetero.core.compression.bayesian_search import (
     profile_convergence,
 )
 from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile
-from lightning_hetero.core.compression.density_search import SearchSettings, best_densities
 from lightning_hetero.core.compression.objective import (
-    PenaltySettings,
     assumed_penalty,
     minimise_time_to_accuracy,
     time_to_accuracy,
@@ -37,7 +35,6 @@ from lightning_hetero.core.observations import StepObservations
 # compression="auto"
 
 SECONDS = st.floats(0.0, 10.0)
-DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.1)
 
 
 @given(
@@ -55,9 +52,10 @@ DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.1)
         lambda whole, begun, last: Computing(whole, begun * whole, last), SECONDS, *[st.floats(0, 1)] * 2
     ),
     stale=st.booleans(),
+    gain=st.floats(1.0, 4.0),
 )
-def test_the_choice_has_the_least_time_to_accuracy(measured, densities, values, computing, stale):
-    """``(1 + g) T`` over all candidates, dense sums included, but for the 5 % by which compression has to gain."""
+def test_the_choice_has_the_least_time_to_accuracy(measured, densities, values, computing, stale, gain):
+    """``(1 + g) T`` over all candidates, dense sums included, but for what compression has to gain."""
     n, whole = measured.world_size, computing.whole
     per_block = {"float32": 64, "bfloat16": 32, "int8": 18}[values] + 2
 
@@ -72,27 +70,13 @@ def test_the_choice_has_the_least_time_to_accuracy(measured, densities, values, 
     if not stale:
         dense = max(whole + computing.last * exchange, computing.begun + exchange)
     least = min(map(objective, densities))
-    choice = choose_density(measured, densities, values, computing=computing, stale=stale)
+    choice = choose_density(measured, densities, values, computing=computing, stale=stale, min_gain=gain)
     assert choice.dense_seconds == pytest.approx(dense)
     if choice.density is None:
-        assert 1.05 * least >= dense * (1 - 1e-9)
+        assert gain * least >= dense * (1 - 1e-9)
     else:
         assert objective(choice.density) == pytest.approx(least)
-        assert 1.05 * least <= dense * (1 + 1e-9)
-
-
-def test_thin_links_are_compressed_thick_ones_are_not_and_the_log_says_so():
-    found = [
-        choose_density(LinkMeasurement(1e-3, rate, 0.02, 4, 25_000_000), DENSITIES) for rate in (1e7, 1e8, 1e9, 1e11)
-    ]
-    densities = [choice.density or np.inf for choice in found]
-    assert densities == sorted(densities)
-    assert densities[1] < np.inf == densities[3]
-    assert f"density {densities[0]:g}" in found[0].describe()
-    assert found[3].describe().startswith("dense sums")
-    large = LinkMeasurement(1e-3, 1.25e6, 1e-3, 2, 200_000)
-    hidden = choose_density(large, DENSITIES, computing=Computing(0.02, 0.01, 0.2), stale=True)
-    assert hidden.density == 0.1, "the densest message that hides"
+        assert gain * least <= dense * (1 + 1e-9)
 
 
 def test_computing_is_the_slowest_workers():
@@ -167,19 +151,6 @@ def test_the_search_is_as_good_as_trying_everything(stale, headroom, bandwidth):
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"step_times": {}}, "step_times"),
-        ({"densities": []}, "densities"),
-        ({"penalty": lambda d, x: np.full_like(d * x, -1.0)}, "penalty"),
-    ],
-)
-def test_a_search_without_anything_to_choose_from_is_refused(arguments, says):
-    with pytest.raises(ValueError, match=says):
-        search(1e6, **arguments)
-
-
 def test_what_a_density_is_assumed_to_cost(seed):
     """10 % for each factor of ten, 0.3 steps for each step that blocks wait longer after a cut, half for staleness."""
     rng = np.random.default_rng(seed)
@@ -187,38 +158,6 @@ def test_what_a_density_is_assumed_to_cost(seed):
     for stale in (False, True):
         due = 0.1 * np.log10(1 / density) + 0.3 * max(1 / density - 1 / present, 0) / max(steps, 1) + 0.5 * stale
         assert assumed_penalty(density, present, steps, stale) == pytest.approx(due)
-    for name in ("per_decade", "stale", "cut_steps_per_waiting_step"):
-        with pytest.raises(ValueError, match=name):
-            PenaltySettings(**{name: -1.0})
-
-
-def test_each_row_has_the_density_that_brute_force_finds(seed):
-    """Sums of a growing and a falling power, as time and penalty are."""
-    rng = np.random.default_rng(seed)
-    up, down, weight = (rng.uniform(low, high, (40, 1)) for low, high in ((0.2, 1.5), (0.1, 1.0), (0.01, 30.0)))
-
-    def objective(density):
-        return weight * density**up + density**-down
-
-    fine = np.geomspace(0.001, 1.0, 20_001)[None, :]
-    best = fine[0, objective(fine).argmin(axis=1)]
-    np.testing.assert_allclose(best_densities(objective, [0.01, 1.0, 0.001, 0.1]), best, rtol=5e-3)
-
-
-def test_more_rounds_are_finer_and_what_no_later_round_beats_stays_the_best():
-    grid, errors = np.geomspace(0.001, 1.0, 49), []
-    for rounds in range(4):
-        settings = SearchSettings(rounds=rounds)
-        (found,) = best_densities(lambda d: np.abs(np.log(d / 0.0123)), grid, settings)
-        errors.append(abs(found / 0.0123 - 1.0))
-        assert (found in grid) == (rounds == 0)
-    assert errors == sorted(errors, reverse=True)
-    assert errors[2] < 1e-3
-    dip = best_densities(lambda d: np.where(d == 0.1, -1.0, np.abs(np.log(d / 0.12))), [0.01, 0.1, 0.5])
-    assert dip.tolist() == [0.1]
-    for settings in ({"points": 2}, {"rounds": -1}, {"points": 3.5}):
-        with pytest.raises((TypeError, ValueError), match=next(iter(settings))):
-            SearchSettings(**settings)
 
 
 # convergence profiles
@@ -238,20 +177,17 @@ def test_probes_tell_where_the_best_batch_is_at_every_rate():
         return 0.8 * (1 + truth(rate, total) * bool(staleness)) + 0.004 * rng.normal() * bool(staleness)
 
     profile = profile_convergence(probe, min_total=20, max_total=500, probes=22, on_profile=saved.append)
-    assert calls[0] == (0.0, 260, 0)
-    assert profile.baseline == 0.8
+    assert (calls[0], profile.baseline) == ((0.0, 260, 0), 0.8)
     assert {staleness for *_, staleness in calls[1:]} == {1}
     assert [point[:2] for point in profile.points] == [call[:2] for call in calls[1:]]
-    assert all(20 <= total <= 500 and 0 <= rate < 1 for rate, total, _ in calls[1:])
     assert [len(one.points) for one in saved] == list(range(1, 23))
     assert np.mean([abs(np.log2(total / 100)) < 1 for _, total, _ in calls[-12:]]) > 0.9
     assert np.histogram([rate for rate, *_ in calls[1:]], bins=4, range=(0, 1))[0].min() >= 2
     surrogate, table = ConvergenceSurrogate(profile), ProfilePenalty(profile)
     totals = np.unique(np.geomspace(20, 500, 40).round())
     for rate in (0.1, 0.5, 0.9, 0.97):
-        mean, deviation = surrogate.predict(rate, totals)
+        mean, _ = surrogate.predict(rate, totals)
         assert truth(rate, totals[np.argmin(mean)]) < truth(rate, 100) + 0.03
-        assert (deviation > 0).all()
         assert surrogate.extra_loss(rate, 100) == pytest.approx(truth(rate, 100), abs=0.04)
         np.testing.assert_allclose(table(1 - rate, totals), mean, atol=0.02)
     assert table(0.5, 10**6) == table(0.5, 500), "outside of what was tried, the nearest that was"
@@ -264,41 +200,17 @@ def test_a_probe_that_diverges_is_a_bad_point_and_one_without_baseline_is_refuse
     for loss in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="loss"):
             profile_convergence(lambda *_, loss=loss: loss, min_total=8, max_total=64)
-    for wrong in ({"min_total": 0}, {"max_total": 7}, {"probes": 0}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            profile_convergence(lambda *_: 1.0, **{"min_total": 8, "max_total": 64, **wrong})
-
-
-PROFILE = ConvergenceProfile(16, 256, 0.7, ((0.5, 32, 0.1), (0.9, 64, 0.3)))
-AS_JSON = json.loads(PROFILE.to_json())
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        *("{", "[1]", "{}", "[" * 100_000),
-        *[
-            json.dumps({**AS_JSON, **change})
-            for change in (
-                {"points": [[0.5]]},
-                {"points": []},
-                {"points": [[2.0, 32, 0.1]]},
-                {"points": [[0.5, 8, 0.1]]},
-                {"format": 9},
-                {"baseline": 0},
-                {"max_total": 8},
-                {"baseline": 0.8},
-            )
-        ],
-    ],
-    ids=lambda text: text[:12],
+    "change",
+    [{"points": []}, {"points": [[2.0, 32, 0.1]]}, {"points": [[0.5, 8, 0.1]]}, {"format": 9}, {"max_total": 8}],
 )
-def test_what_is_no_profile_is_refused_with_its_file(text, tmp_path):
-    path = tmp_path / "profile.json"
-    PROFILE.save(path)
-    assert ConvergenceProfile.load(path) == PROFILE
-    assert list(tmp_path.iterdir()) == [path]
-    path.write_text(text)
+def test_what_is_no_profile_is_refused_with_its_file(change, tmp_path):
+    profile, path = ConvergenceProfile(16, 256, 0.7, ((0.5, 32, 0.1), (0.9, 64, 0.3))), tmp_path / "profile.json"
+    profile.save(path)
+    assert ConvergenceProfile.load(path) == profile
+    path.write_text(json.dumps({**json.loads(profile.to_json()), **change}))
     with pytest.raises(ValueError, match="profile.json"):
         ConvergenceProfile.load(path)
 
@@ -307,19 +219,14 @@ def test_what_is_no_profile_is_refused_with_its_file(text, tmp_path):
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
-@pytest.mark.parametrize(
-    ("feature", "asked"),
-    [
-        ("hierarchy", {"hierarchy": [[0, 1], [2, 3]]}),
-        ("stale", {"staleness": 1}),
-        ("sparse_optimizer", {"sparse_optimizer": True}),
-    ],
-)
-def test_a_name_is_its_settings_and_supports_what_it_says(name, feature, asked):
+def test_a_name_is_its_settings_and_supports_what_it_says(name):
     settings, meant = COMPRESSORS[name]
     assert parse_compression(name) == parse_compression(f"{name}()") == settings(**meant)
-    with nullcontext() if feature in settings.supports else pytest.raises(ValueError, match="compression="):
-        HeteroConfig(compression=name, **asked)
+    features = {"hierarchy": [[0, 1], [2, 3]], "staleness": 1, "sparse_optimizer": True}
+    for feature, value in features.items():
+        supported = {"staleness": "stale"}.get(feature, feature) in settings.supports
+        with nullcontext() if supported else pytest.raises(ValueError, match="compression="):
+            HeteroConfig(compression=name, **{feature: value})
 
 
 def test_settings_in_a_string():
@@ -334,25 +241,13 @@ def test_settings_in_a_string():
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        *((text, "compression=") for text in ("topk", "zip", "", "block_topk(0.03)", "block_topk(density=f(1))")),
-        *((text, "compression=") for text in ("(" * 10_000 + "block_topk", "-" * 100_000 + "block_topk")),
-        ("block_topk(density=" + "[" * 500 + "]" * 500 + ")", "compression="),
+        *((text, "compression=") for text in ("topk", "", "block_topk(0.03)", "block_topk(density=f(1))")),
+        ("-" * 100_000 + "block_topk", "compression="),
         ("block_topk(share=1)", "share"),
         ("fp16(dtype='bfloat16')", "dtype"),
-        ("block_topk(density=0)", "density=0"),
         ("block_topk(density=1.5)", "density=1.5"),
-        ("block_topk(block=10)", "block=10"),
-        ("block_topk(block=256)", "block=256"),
-        ("block_topk(value_dtype='fp8')", "value_dtype="),
-        ("block_topk(selector='best')", "selector="),
-        ("block_topk(scores='equal')", "scores="),
-        ("block_topk(warmup_steps=-1)", "warmup_steps=-1"),
-        ("block_topk(dense_every=1)", "dense_every=1"),
-        ("powersgd(rank=0)", "rank=0"),
-        ("powersgd(start=1)", "start=1"),
         ("auto(densities=())", "densities"),
-        ("auto(densities=(2.0,))", "density=2.0"),
-        *((other, "compression=") for other in (1, 0.01, True, ["block_topk"], BlockTopK)),
+        *((other, "compression=") for other in (0.01, True, BlockTopK)),
     ],
     ids=lambda value: str(value)[:40],
 )

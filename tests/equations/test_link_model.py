@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.core.link.bandwidth import BandwidthSettings, LinkEstimate
+from lightning_hetero.core.link.bandwidth import LinkEstimate
 from lightning_hetero.core.link.clusters import check_clusters, check_hierarchy, clusters_by_name, clusters_by_time
 from lightning_hetero.core.link.diagnosis import CommunicationBound, network_waits
 from lightning_hetero.core.link.message_link import MessageLink, without_messages
 from lightning_hetero.core.link.message_size import MessageSize
-from lightning_hetero.core.link.message_times import LatencySettings, MessageTimes
-from lightning_hetero.core.link.staleness import BucketTimes, StaleHysteresis, StaleSettings, choose_synchronous
+from lightning_hetero.core.link.message_times import MessageTimes
+from lightning_hetero.core.link.staleness import BucketTimes, StaleHysteresis, choose_synchronous
 from lightning_hetero.core.observations import StepObservations
 
 # rates
@@ -25,7 +25,6 @@ def test_seconds_per_byte_are_averaged_and_a_slower_link_is_believed_sooner(old,
     for nothing in (0.0, -1.0, float("nan"), float("inf")):
         assert LinkEstimate(old).observe(nothing) == LinkEstimate(old)
     assert LinkEstimate(old).seconds(new) == pytest.approx(new / (0.9 * old))
-    assert LinkEstimate().seconds(new) == 0.0
 
 
 @pytest.mark.parametrize("truth", [2e5, 5e7])
@@ -66,27 +65,6 @@ def test_two_sizes_tell_latency_and_rate_whatever_jitter(seed, jitter):
     assert near.latency == pytest.approx(LATENCY, rel=0.3)
 
 
-def test_the_latency_follows_a_kalman_filter():
-    """The intercept of the line through the newest two sizes, with 5 % of error in each time and a drift of 10 %."""
-    sizes, latency, variance, last = (2e5, 2e4, 3e4, 3e4, 5e3), None, None, None
-    for number, size in enumerate(sizes):
-        took = LATENCY * (1 + 0.1 * number) + size / (RATE / 2)
-        if last is None:
-            latency, variance = 2e-3, (0.25 * took) ** 2
-        elif last[0] != size:
-            variance = max(variance, (0.1 * took) ** 2)
-            intercept = (took * last[0] - last[1] * size) / (last[0] - size)
-            noise = 0.05**2 * ((took * last[0]) ** 2 + (last[1] * size) ** 2) / (last[0] - size) ** 2
-            latency += variance / (variance + noise) * (max(intercept, 0.0) - latency)
-            variance *= noise / (variance + noise)
-        last = size, took
-    times = MEASURED
-    for number, size in enumerate(sizes):
-        slowest = LATENCY * (1 + 0.1 * number) + size / (RATE / 2)
-        times = times.observe(size, np.array([0.7 * slowest, slowest]))
-    assert (times.latency, times.latency_error) == pytest.approx((latency, variance**0.5))
-
-
 # messages as planners see them
 
 SIZE = MessageSize(1_000_000, 2, parts=(), listed=0, marked=0, marked_from=2.0, align=1)  # 1e6 * density
@@ -98,16 +76,6 @@ def test_the_slowest_worker_counts():
     assert link.transfer(0.5) == pytest.approx(0.25 + 0.5 / 0.9)
     assert link.bytes_now == 1e5
     assert MessageLink(0.1, SIZE, (LinkEstimate(1.0), LinkEstimate())).rates == ()
-
-
-def test_a_link_at_its_best_takes_as_long_for_present_messages():
-    """By its standard error latency may be all that they take; then the link is fifty times as fast as they look."""
-    for error, sending in ((0.0, 0.005), (0.001, 0.004), (0.004, 0.001), (0.1, 0.0002)):
-        best = MessageLink(0.01, SIZE, (LinkEstimate(2e6),) * 2, 0.01, latency=0.005, latency_error=error).at_best()
-        assert best.rates == pytest.approx((1e4 / sending,))
-        assert best.latency == pytest.approx(0.01 - sending)
-    unseen = MessageLink(0.01, SIZE, (LinkEstimate(2e6),) * 2, latency_error=1.0)
-    assert unseen.at_best() is unseen, "nothing is hoped for before messages were seen"
 
 
 def test_steps_that_hide_their_messages_say_nothing_of_waiting():
@@ -137,8 +105,6 @@ links = st.lists(st.tuples(seconds, seconds), min_size=1, max_size=6).map(
     [
         ((1.0, 1.0), 2, 5.0),  # the last bucket is ready at 4 and travels for 1
         ((1.0, 1.0), 1, 4.0),  # the first is ready at 3 and there at 4
-        ((2.0, 1.0), 1, 5.0),  # it is there at 5, a second late
-        ((2.0, 1.0), 0, 4.0),
         ((6.0, 4.0), 0, 10.0),  # the link is busy all the time
         ((6.0, 4.0), 2, 13.0),  # and idle for the 3 s before the first bucket
     ],
@@ -159,11 +125,7 @@ def test_as_many_are_fresh_as_fit(times):
     choice = choose_synchronous(times, n)
     gains = steps[most] <= (1 - 0.03) * steps[n]
     assert choice.synchronous == (most if gains else n)
-    assert (choice.step_time, choice.all_synchronous, choice.compute) == (
-        steps[choice.synchronous],
-        steps[n],
-        times.compute,
-    )
+    assert (choice.step_time, choice.all_synchronous) == (steps[choice.synchronous], steps[n])
     bound = sum(times.transfer) > 1.02 * times.compute
     assert choice.communication_bound == bound == ("communication-bound" in choice.describe())
 
@@ -177,17 +139,6 @@ def test_more_are_fresh_only_if_they_fit_on_a_link_that_is_slower_by_a_quarter(t
     assert choose_synchronous(times, fresh).synchronous == fresh, "a choice for a steady link stays"
 
 
-def test_a_link_that_scatters_is_no_reason_to_go_to_and_fro(seed):
-    """Six buckets of 10 to 40 ms on links of all rates, which scatter by 10 % from look to look."""
-    rng = np.random.default_rng(seed)
-    for rate in np.geomspace(0.2, 20, 9):
-        times = BucketTimes((0.06, 0.07, 0.08, 0.09, 0.1, 0.11), tuple(np.array([1, 2, 3, 4, 4, 2]) * 0.01 / rate))
-        fresh = [len(times.ready)]
-        for _ in range(40):
-            fresh.append(choose_synchronous(times.slowed(rng.uniform(0.9, 1.1)), fresh[-1]).synchronous)
-        assert np.count_nonzero(np.diff(fresh[1:])) <= 3, (rate, fresh)
-
-
 def observed(state, stale, gain, rounds):
     for _ in range(rounds):
         state, stale = state.observe(stale, gain)
@@ -199,7 +150,6 @@ def test_messages_become_stale_slowly_and_stay_so_while_that_gains_anything():
     state, stale = observed(StaleHysteresis(), False, 0.2, 2)
     state, stale = observed(state, stale, 0.04, 1)  # a round that speaks against it begins the count anew
     assert not observed(state, stale, 0.2, 2)[1]
-    assert observed(state, stale, 0.2, 3)[1]
     for gain, stale, then in ((0.03, False, False), (0.03, True, True), (0.005, True, False), (0.06, False, True)):
         assert observed(StaleHysteresis(), stale, gain, 3)[1] is then
 
@@ -224,7 +174,18 @@ def test_links_that_differ_by_less_than_three_times_are_no_clusters():
     for far, found in ((2.9, ((0, 1, 2),)), (3.1, ((0, 1), (2,)))):
         assert clusters_by_time([[0, 1, far], [1, 0, far], [far, far, 0]]) == found
     assert check_hierarchy([[3], [2, 0, 1]]) == check_clusters(((0, 1, 2), (3,)), 4) == ((0, 1, 2), (3,))
-    assert [check_hierarchy(name) for name in (None, "nodes", "env", "auto")] == [None, "nodes", "env", "auto"]
+    assert [check_hierarchy(name) for name in (None, "auto")] == [None, "auto"]
+
+
+@pytest.mark.parametrize(
+    ("hierarchy", "error"),
+    [("sites", ValueError), ([0, 1, 2], TypeError), ([[0, 1], [1]], ValueError), ([[0, 1.5]], TypeError)],
+)
+def test_clusters_that_cannot_be_are_refused(hierarchy, error):
+    with pytest.raises(error, match="hierarchy="):
+        check_hierarchy(hierarchy)
+    with pytest.raises(ValueError, match="hierarchy="):
+        check_clusters(((0, 1), (2, 3)), 3)
 
 
 # communication-bound or not
@@ -232,29 +193,24 @@ def test_links_that_differ_by_less_than_three_times_are_no_clusters():
 COMPUTE = 0.1
 
 
-def steps_of(arrival, transfer, *, buckets=2, handling=0.0):
+def steps_of(arrival, transfer, *, handling=0.0):
     """Workers that are ready after ``arrival`` (steps, workers), and sums that take ``transfer`` seconds from the last.
 
     Of two buckets, the first is ready at half the backward pass, and the second crosses the link behind it.
     """
-    arrival = np.asarray(arrival, dtype=float)
-    transfer = np.broadcast_to(np.asarray(transfer, dtype=float), len(arrival))
-    backward, last, zeros = 0.5 * arrival, arrival.max(axis=1) + transfer, np.zeros_like(arrival)
-    before = np.maximum(0.75 * arrival, last[:, None] - transfer[:, None] / buckets)
-    wait = last[:, None] - np.maximum(arrival, before) + handling
-    ends = (last[:, None] + handling - arrival + backward)[:, :, None]
+    arrival, transfer = np.array(arrival, dtype=float), np.reshape(transfer, (-1, 1))
+    backward, last, zeros = 0.5 * arrival, arrival.max(axis=1, keepdims=True) + transfer, np.zeros_like(arrival)
+    wait = last - np.maximum(arrival, np.maximum(0.75 * arrival, last - transfer / 2)) + handling
+    ends = (last + handling - arrival + backward)[:, :, None]
     return StepObservations(
         zeros + 8, 0.5 * arrival, backward, 0.5 * backward, zeros, wait, zeros + np.nan, bucket_ends=ends
     )
 
 
 def test_the_wait_is_that_of_the_worker_that_comes_last():
-    """Whichever that is, and however many buckets share the time: a slow worker is no slow network."""
-    arrivals = [[0.1, 3.0], [3.0, 0.1], [0.1, 0.1]]
-    for buckets in (1, 2, 10):
-        waits = network_waits(steps_of(arrivals, [0.2, 0.2, 5.0], buckets=buckets))
-        np.testing.assert_allclose(waits, [[0.2, 3.0], [0.2, 3.0], [5.0, 0.1]])
-    np.testing.assert_allclose(network_waits(steps_of([[0.1, 0.1]], 0.5), accumulation=4), [[0.5, 0.4]])
+    """Whichever that is: a slow worker is no slow network."""
+    waits = network_waits(steps_of([[0.1, 3.0], [3.0, 0.1], [0.1, 0.1]], [0.2, 0.2, 5.0]))
+    np.testing.assert_allclose(waits, [[0.2, 3.0], [0.2, 3.0], [5.0, 0.1]])
     for straggling in ([[0.1, 1.1]] * 20, [[0.1, 0.1]] * 19 + [[0.1, 6.0]]):
         state, news = CommunicationBound().observe(network_waits(steps_of(straggling, 0.01)))
         assert (state.bound, news) == (False, False)
@@ -266,9 +222,8 @@ def test_the_wait_is_that_of_the_worker_that_comes_last():
 
 def test_selecting_and_merging_is_no_network():
     """Handling takes half a second of each step, messages 10 ms; in the second step the link stalls."""
-    steps = steps_of([[0.1, 0.1]] * 5, [0.01, 5.0, 0.01, 0.01, 0.01], handling=0.5)
-    np.testing.assert_allclose(network_waits(steps, message_seconds=0.01)[:, 0], [0.01, 5.0, 0.01, 0.01, 0.01])
-    assert network_waits(steps, message_seconds=9.0)[0, 0] == pytest.approx(0.51), "messages that nobody waits for"
+    steps = steps_of([[0.1, 0.1]] * 3, [0.01, 5.0, 0.01], handling=0.5)
+    np.testing.assert_allclose(network_waits(steps, message_seconds=0.01)[:, 0], [0.01, 5.0, 0.01])
 
 
 def look(state, wait, steps=8, compute=COMPUTE, stall=None, **kwargs):
@@ -278,20 +233,16 @@ def look(state, wait, steps=8, compute=COMPUTE, stall=None, **kwargs):
     return state.observe(rows, **kwargs)
 
 
-LOOKS = {  # waits of sync rounds in units of computing, and what is said in which of them
-    "around the bound it does not go to and fro": (
-        (0.95, 1.05, 0.95, 0.75, 1.3, 0.8, 0.6, 0.95, 0.6),
-        {1: True, 6: False},
-    ),
-    "it is said again when the numbers double": ((1.01, 1.9, 2.1, 3.0, 4.5, 2.0, 2.5), {0: True, 2: True, 4: True}),
-    "and when it comes back": ((10.0, 0.1, 10.0), {0: True, 1: False, 2: True}),
-    "small sums are not worth a word": ((0.2, 0.2), {}),
-}
-
-
-@pytest.mark.parametrize("name", LOOKS)
-def test_what_is_said_of_a_link_and_when(name):
-    waits, expected = LOOKS[name]
+@pytest.mark.parametrize(
+    ("waits", "expected"),
+    [
+        ((0.95, 1.05, 0.95, 0.75, 1.3, 0.8, 0.6, 0.95, 0.6), {1: True, 6: False}),  # around the bound not to and fro
+        ((1.01, 1.9, 2.1, 3.0, 4.5, 2.0, 2.5), {0: True, 2: True, 4: True}),  # again when the numbers double
+        ((10.0, 0.1, 10.0), {0: True, 1: False, 2: True}),
+    ],
+)
+def test_what_is_said_of_a_link_and_when(waits, expected):
+    """By the waits of sync rounds in units of computing."""
     state, said = CommunicationBound(), {}
     for number, wait in enumerate(waits):
         state, news = look(state, wait * COMPUTE)
@@ -301,12 +252,10 @@ def test_what_is_said_of_a_link_and_when(name):
     assert not look(CommunicationBound(), 0.02, compute=0.002)[1], "jitter of a busy machine"
 
 
-@pytest.mark.parametrize("steps", [8, 32])
-def test_a_stall_of_one_step_counts_if_steps_wait_for_longer_than_they_compute_because_of_it(steps):
-    state, news = look(CommunicationBound(), 0.01, steps, stall=5.0)
+def test_a_stall_of_one_step_counts_if_steps_wait_for_longer_than_they_compute_because_of_it():
+    state, news = look(CommunicationBound(), 0.01, 32, stall=5.0)
     assert (news, state.lasting) == (True, False)
     assert "Mbit/s" not in state.describe(4.7e6), "no rate of the link follows from that"
-    assert "4.7 MB" in state.describe(4.7e6)
     state, news = look(state, 0.01)
     assert (state.bound, news) == (False, True)
     assert state.describe(4.7e6).startswith("no longer communication-bound")
@@ -316,54 +265,9 @@ def test_a_stall_of_one_step_counts_if_steps_wait_for_longer_than_they_compute_b
 def test_a_slow_link_is_said_with_numbers_and_looks_with_few_steps_add_up():
     state, _ = look(CommunicationBound(), 36.0, compute=0.02, steps=4)
     assert all(number in state.describe(4.7e6) for number in ("36 s", "0.02 s", "4.7 MB", "1.04 Mbit/s"))
-    for waits, times in (([5.0] * 8, 1), ([0.01] * 4 + [5.0] + [0.01] * 10, 1)):
-        state, said = CommunicationBound(), []
-        for wait in waits:
-            state, news = look(state, wait, steps=1)
-            said.append(news and state.bound)
-        assert said.count(True) == times
-    assert not state.bound
+    state, said = CommunicationBound(), []
+    for wait in [0.01] * 4 + [5.0] + [0.01] * 10:
+        state, news = look(state, wait, steps=1)
+        said.append(news and state.bound)
+    assert (said.count(True), state.bound) == (1, False)
     assert state.observe(np.zeros((0, 2))) == (state, False), "a sync round without a step"
-
-
-# hostile input
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "says"),
-    [
-        *[
-            (lambda value=value: check_hierarchy(value), error, "hierarchy=")
-            for value, error in (
-                ("sites", ValueError),
-                ([0, 1, 2], TypeError),
-                (["ab"], TypeError),
-                (4, TypeError),
-                ([[0, 1], []], ValueError),
-                ([], ValueError),
-                ([[0, 1], [1]], ValueError),
-                ([[0, -1]], ValueError),
-                ([[0, 1.5]], TypeError),
-            )
-        ],
-        *[(lambda c=c: check_clusters(c, 3), ValueError, "hierarchy=") for c in (((0, 1),), ((0, 1), (2, 3)))],
-        (lambda: BucketTimes((), ()), ValueError, "ready"),
-        (lambda: BucketTimes((1.0,), (1.0, 2.0)), ValueError, "transfer"),
-        (lambda: BucketTimes((2.0, 1.0), (1.0, 1.0)), ValueError, "ready"),
-        (lambda: BucketTimes((2.0, 3.0), (1.0, -1.0)), ValueError, r"transfer\[1\]"),
-        (lambda: choose_synchronous(BucketTimes((1.0,), (1.0,)), 2), ValueError, "current=2"),
-        (lambda: LinkEstimate(0.0), ValueError, "rate"),
-        *[
-            (lambda kind=kind, name=name: kind(**{name: -1.0}), ValueError, name)
-            for kind, names in (
-                (LatencySettings, ("busy_factor", "first_relative_error", "relative_error", "relative_drift")),
-                (StaleSettings, ("tolerance", "min_relative_gain", "keep_relative_gain")),
-                (BandwidthSettings, ("weight_of_slower", "planned_share", "idle_factor_up", "idle_factor_down")),
-            )
-            for name in names
-        ],
-    ],
-)
-def test_what_is_out_of_range_is_named(call, error, says):
-    with pytest.raises(error, match=says):
-        call()

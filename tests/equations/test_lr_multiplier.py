@@ -1,6 +1,7 @@
 """The factor on the learning rate: the step takes it, nothing else ever sees it."""
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -34,12 +35,9 @@ def rates(optimizer):
 
 
 SCHEDULES = {
-    "none": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda epoch: 1.0),
     "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda epoch: 0.5**epoch),
     "exponential": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5),  # goes on from group["lr"]
-    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 10),
     "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.3, total_steps=10, cycle_momentum=False),
-    "warm-up": lambda o: torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=4),
 }
 
 
@@ -73,8 +71,7 @@ def test_every_group_of_every_optimizer_and_groups_that_are_added():
     assert (rates(first), rates(second)) == ([0.1, 0.01, 0.5], [1.0])
 
 
-@pytest.mark.parametrize("keyword", [True, False])
-def test_a_closure_sees_the_scheduled_rate_and_may_set_another(keyword):
+def test_a_closure_sees_the_scheduled_rate_and_may_set_another():
     """Lightning runs ``training_step`` in it, with whatever that does: logs the rate, steps a scheduler."""
     optimizer, seen = sgd(), []
     (parameter,) = optimizer.param_groups[0]["params"]
@@ -86,9 +83,9 @@ def test_a_closure_sees_the_scheduled_rate_and_may_set_another(keyword):
         parameter.grad = torch.ones(1)
         return 7.0
 
-    assert (optimizer.step(**{"closure": closure}) if keyword else optimizer.step(closure)) == 7.0
-    assert (seen, rates(optimizer)) == ([0.1], [0.5])
-    assert parameter.item() == pytest.approx(-2.0 * 0.5)
+    assert optimizer.step(closure) == optimizer.step(closure=closure) == 7.0
+    assert (seen, rates(optimizer)) == ([0.1, 0.5], [0.5])
+    assert parameter.item() == pytest.approx(-2.0 * (0.5 + 0.5))
 
 
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adam])
@@ -115,48 +112,36 @@ def test_steps_that_a_scaler_skips_do_not_count():
     assert gain.steps == 2.0
 
 
-class BrokenError(Exception):
-    pass
-
-
 class Fails(torch.optim.SGD):
     """Its step raises inside, so that its second hook is not called."""
 
     def step(self, closure=None):
         if self.param_groups[0]["params"][0].grad.isnan():
-            raise BrokenError
+            raise ArithmeticError
         return super().step(closure)
 
 
-def broken():
-    raise BrokenError
-
-
-@pytest.mark.parametrize("how", [{"closure": broken}, {"gradient": float("nan")}], ids=["closure", "inside"])
-def test_a_step_that_fails_takes_the_factor_once(how):
+def test_steps_that_fail_take_the_factor_once():
     optimizer = Fails(weights(0.0), lr=0.1)
     gain = LearningRateMultiplier([optimizer], lambda: 2.0)
-    for _ in range(3):
-        with pytest.raises(BrokenError):
-            step(optimizer, **how)
-        assert rates(optimizer) == ([0.1] if "closure" in how else [0.2])
-    assert step(optimizer) == pytest.approx([0.2])
-    assert rates(optimizer) == [0.1]
-    with pytest.raises(BrokenError):
-        step(optimizer, **how)
+    for _ in range(2):
+        for _ in range(2):
+            with pytest.raises(ArithmeticError):
+                step(optimizer, gradient=math.nan)
+        assert step(optimizer) == pytest.approx([0.2])
+        assert rates(optimizer) == [0.1]
+    with pytest.raises(ArithmeticError):
+        step(optimizer, gradient=math.nan)
     gain.remove()
     assert rates(optimizer) == [0.1]
-    assert step(optimizer) == pytest.approx([0.1])
 
 
 def test_removed_it_is_gone_and_another_may_follow():
     optimizer = sgd()
     gain = LearningRateMultiplier([optimizer], lambda: 2.0)
-    step(optimizer)
     for _ in range(2):
         gain.remove()
     assert step(optimizer) == pytest.approx([0.1])
-    assert gain.steps == 2.0
     LearningRateMultiplier([optimizer], lambda: 3.0)
     assert step(optimizer) == pytest.approx([0.3])
     assert LearningRateGain is LearningRateMultiplier
@@ -185,12 +170,8 @@ def test_checkpoints_and_copies_of_the_optimizer_are_without_a_trace():
 )
 def test_sparse_steps_have_the_factor_and_closures_do_not(ours, theirs, arguments):
     p, twin = (nn.Parameter(torch.ones(64, dtype=torch.float64)) for _ in range(2))
-    sparse, dense, given, seen = (
-        ours([p], lr=0.01, pay="later", **arguments),
-        theirs([twin], lr=0.02, **arguments),
-        {},
-        [],
-    )
+    sparse, dense = ours([p], lr=0.01, pay="later", **arguments), theirs([twin], lr=0.02, **arguments)
+    given, seen = {}, []
     sparse.sparse.follow(lambda: given or None, 16)
     LearningRateMultiplier([sparse], lambda: 2.0)
     for number in range(8):

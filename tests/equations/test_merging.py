@@ -1,7 +1,5 @@
 """Adaptive SGD (A Alg. 1, 2): batch sizes that equalise updates, weights of replicas, what rules make of them."""
 
-import heapq
-
 import numpy as np
 import pytest
 import torch
@@ -47,10 +45,8 @@ def test_weights_worker_by_worker(worker, merge, renormalize, delta, threshold):
 
 @pytest.mark.parametrize("name", MERGES)
 def test_a_replica_that_is_not_finite_is_left_out(name):
-    found = MERGES[name].weights((64, 64, 64), (3, 3, 3), (0.01, float("nan"), 0.01), AdaptiveSettings(64))
-    assert found.weights == (0.5, 0.0, 0.5)
-    idle = MERGES[name].weights((64, 64, 64), (3, 0, 0), (np.inf, 0.01, 0.01), AdaptiveSettings(64))
-    assert idle.weights == (0.0, 0.5, 0.5)
+    found = MERGES[name].weights((64, 64, 64), (3, 0, 0), (np.inf, 0.01, 0.01), AdaptiveSettings(64))
+    assert found.weights == (0.0, 0.5, 0.5)
     with pytest.raises(ValueError, match="every worker"):
         MERGES[name].weights((64,), (1,), (float("inf"),), AdaptiveSettings(64))
 
@@ -65,7 +61,7 @@ def test_a_rule_updates_as_it_says_of_itself(name):
     assert own is None or own - now == 0.75 * (local - now)
 
 
-# Algorithm 1
+# Algorithm 1; that sizes settle where updates are equal: tests/simulate/test_elastic.py
 
 
 @pytest.mark.parametrize(
@@ -97,33 +93,6 @@ def test_damped_sizes_worker_by_worker(worker, beta):
     assert 8 <= min(found) <= max(found) == 64
 
 
-def claims(sizes, seconds_per_sample, mega_batch):
-    """Updates of each worker if the one that is free first takes the next batch: an exact clock, no process."""
-    free = [(0.0, i) for i in range(len(sizes))]
-    updates, taken = [0] * len(sizes), 0
-    while taken < mega_batch:
-        now, i = heapq.heappop(free)
-        batch = min(sizes[i], mega_batch - taken)
-        taken, updates[i] = taken + batch, updates[i] + 1
-        heapq.heappush(free, (now + batch * seconds_per_sample[i], i))
-    return updates
-
-
-@pytest.mark.parametrize("batches", [12, 24, 100])
-@pytest.mark.parametrize("speeds", [(1, 1 / 3), (1, 1, 1 / 3), (1, 0.5, 0.3), (1, 0.9, 0.8, 0.7), (1, 1)], ids=str)
-def test_sizes_settle_where_all_do_the_same_number_of_updates(speeds, batches):
-    settings, sizes, history = AdaptiveSettings(128), (128,) * len(speeds), []
-    for _ in range(40):
-        updates = claims(sizes, [1 / s for s in speeds], batches * 128)
-        history.append((sizes, updates))
-        sizes = scale_batch_sizes(sizes, updates, settings)
-    for _, updates in history[-5:]:
-        assert max(updates) - min(updates) <= max(1, 0.05 * max(updates)), history[-5:]
-    sizes = np.mean([sizes for sizes, _ in history[-10:]], axis=0)
-    few = batches // len(speeds) < 6  # then updates are equal over a wide range of sizes
-    np.testing.assert_allclose(sizes / sizes[0], np.array(speeds) / speeds[0], atol=0.35 if few else 0.12)
-
-
 def test_noise_does_not_shrink_the_batches_of_equal_workers(seed):
     rng, sizes, printed = np.random.default_rng(seed), (64, 64), (64, 64)
     for _ in range(300):
@@ -142,18 +111,8 @@ def test_noise_does_not_shrink_the_batches_of_equal_workers(seed):
     [
         (lambda: scale_batch_sizes((8, 8), (0, 0), AdaptiveSettings(8)), "update"),
         (lambda: scale_batch_sizes((8, 8), (1,), AdaptiveSettings(8)), "updates"),
-        (lambda: scale_batch_sizes((8, 0), (1, 1), AdaptiveSettings(8)), "batch_sizes"),
-        (lambda: scale_batch_sizes((8, 8), (1, -1), AdaptiveSettings(8)), "updates"),
-        (lambda: MERGES["mean"].weights((8, 8), (1, 1), (0.1,), AdaptiveSettings(8)), "norms"),
-        (lambda: AdaptiveSettings(0), "max_batch_size=0"),
         (lambda: AdaptiveSettings(8, min_batch_size=9), "min_batch_size=9"),
-        (lambda: AdaptiveSettings(8, min_batch_size=0), "min_batch_size=0"),
-        (lambda: AdaptiveSettings(8, beta=0.0), "beta=0.0"),
-        (lambda: AdaptiveSettings(8, momentum=1.0), "momentum=1.0"),
-        (lambda: AdaptiveSettings(8, momentum=-0.1), "momentum=-0.1"),
         (lambda: AdaptiveSettings(8, perturbation=1.5), "perturbation=1.5"),
-        (lambda: AdaptiveSettings(8, perturbation_threshold=-1), "perturbation_threshold=-1"),
-        (lambda: AdaptiveSettings(8, damped="no"), "damped='no'"),
     ],
 )
 def test_what_is_out_of_range_is_named(call, says):

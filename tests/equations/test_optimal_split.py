@@ -59,21 +59,6 @@ def greedy(cluster, total, low, high):
     return longest(cluster, sizes)
 
 
-def by_bisection(cluster, total, low, high):
-    """Least time in which the workers can take the total, in real numbers of samples."""
-    alpha_1, beta_1, alpha_2, beta_2 = cluster.coefficients()
-    below = longest(cluster, low)
-    above = max(below, longest(cluster, np.minimum(high, total)))
-
-    def capacity(time):
-        return np.minimum(np.minimum((time - beta_1) / alpha_1, (time - beta_2) / alpha_2), high).sum()
-
-    for _ in range(100 if capacity(below) < total else 0):
-        middle = 0.5 * (below + above)
-        below, above = (middle, above) if capacity(middle) < total else (below, middle)
-    return above if capacity(below) < total else below
-
-
 def test_no_split_in_multiples_is_better_and_no_allowed_total_is_refused(seed):
     """Every split of small totals is tried; where none is within the bounds, that is an error."""
     rng, refused = np.random.default_rng(seed), 0
@@ -117,22 +102,23 @@ def test_larger_totals_get_the_integer_optimum_within_their_bounds(seed):
     assert len(kinds) == 2
 
 
-def test_real_optima_of_many_totals_at_once_are_those_of_each_alone(seed):
+def test_real_optima_of_many_totals_at_once_are_the_least_times_in_which_workers_can_take_them(seed):
     rng = np.random.default_rng(seed)
     for _ in range(60):
         cluster, total, bounds = random_problem(rng, per_worker=500)
         low, high = bounds["min_local"], bounds["max_local"]
         totals = [total, max(1, sum(low)), sum(high), *rng.integers(max(1, sum(low)), sum(high) + 1, 4).tolist()]
-        times = solve_step_times(cluster, totals, **bounds)
-        expected = [by_bisection(cluster, t, low, high) for t in totals]
-        assert times == pytest.approx(expected, rel=1e-8)
-        assert (np.diff(times[np.argsort(totals)]) >= 0).all()
+        alpha_1, beta_1, alpha_2, beta_2 = cluster.coefficients()
+        least = longest(cluster, low)
+        for total, time in zip(totals, solve_step_times(cluster, totals, **bounds), strict=True):
+            taken = [
+                np.minimum((t - beta_1) / alpha_1, (t - beta_2) / alpha_2)
+                for t in time * np.array([1 - 1e-8, 1 + 1e-8])
+            ]
+            before, after = (np.clip(sizes, low, high).sum() for sizes in taken)
+            assert after >= total * (1 - 1e-9)
+            assert before <= total or time == pytest.approx(least)
     assert solve_step_times(cluster, []).shape == (0,)
-
-
-def test_lines_that_cross_at_the_start_to_rounding():
-    cluster = ClusterTimeModel((NodeTimeModel(0, 0, 1e-4, 0),), gamma=0.0, t_o=1e-13, t_u=0.01)
-    assert solve_step_times(cluster, [1, 2], min_local=0).tolist() == pytest.approx([0.0101, 0.0102])
 
 
 def test_overlap_states_are_the_workers_that_computing_binds():
@@ -140,17 +126,15 @@ def test_overlap_states_are_the_workers_that_computing_binds():
     rng = np.random.default_rng(0)
     for _ in range(50):
         n = int(rng.integers(1, 11))
-        nodes = tuple(NodeTimeModel(*row) for row in rng.uniform(1e-4, 1e-2, (n, 4)))
+        q, s, k, m = rng.uniform(1e-4, 1e-2, (4, n))
+        nodes = tuple(map(NodeTimeModel, q, s, k, m))
         cluster = ClusterTimeModel(nodes, rng.uniform(0, 0.9), rng.uniform(0, 0.5))
-        times = solve_step_times(cluster, [n, 40 * n, 400 * n], min_local=0)
-        states = overlap_state(cluster, times)
-        bits = np.array([np.unpackbits(np.frombuffer(state, dtype=np.uint8))[:n] for state in states], dtype=bool)
-        assert (bits[:-1] <= bits[1:]).all()
-        for time, row in zip(times, bits, strict=True):
-            for node, computes in zip(nodes, row, strict=True):
-                by_link = (time - cluster.t_o - node.s - cluster.gamma * node.m) / (node.q + cluster.gamma * node.k)
-                by_computing = (time - node.s - node.m) / (node.q + node.k)
-                assert computes == (by_computing <= by_link)
+        times = solve_step_times(cluster, [n, 40 * n, 400 * n], min_local=0)[:, None]
+        by_link = (times - cluster.t_o - s - cluster.gamma * m) / (q + cluster.gamma * k)
+        expected = (times - s - m) / (q + k) <= by_link
+        states = overlap_state(cluster, times[:, 0])
+        assert [np.unpackbits(np.frombuffer(one, np.uint8))[:n].tolist() for one in states] == expected.tolist()
+        assert (expected[:-1] <= expected[1:]).all()
 
 
 def test_equal_workers_get_even_sizes_and_faster_ones_no_fewer():
@@ -159,7 +143,6 @@ def test_equal_workers_get_even_sizes_and_faster_ones_no_fewer():
         cluster = random_cluster(rng, 3)
         equal = replace(cluster, nodes=(cluster.nodes[0],) * int(rng.integers(2, 9)))
         sizes = solve_optperf(equal, len(equal.nodes) + int(rng.integers(5000))).local_batch_sizes
-        assert list(sizes) == sorted(sizes, reverse=True)
         assert max(sizes) - min(sizes) <= 1
         slow = NodeTimeModel(*rng.uniform(1e-4, 1e-2, 4))
         fast = NodeTimeModel(*(value / rng.uniform(1.01, 50) for value in (slow.q, slow.s, slow.k, slow.m)))
@@ -190,38 +173,6 @@ def test_workers_that_only_slow_the_job_down_are_named_with_the_time_without_the
     assert left > 5
 
 
-def test_equally_slow_workers_are_left_out_together_and_those_that_help_are_kept():
-    fast, slow = NodeTimeModel(0.001, 0, 0, 0), NodeTimeModel(0.001, 1.0, 0, 0)
-    plan = solve_optperf(ClusterTimeModel((fast,) * 3 + (slow,) * 2), 30)
-    assert (plan.leave_out, plan.local_batch_sizes[3:]) == ((3, 4), (1, 1))
-    assert plan.step_time_without == pytest.approx(0.010)
-    helps = solve_optperf(line_workers(0.001, 0.1), 1000)
-    assert (helps.leave_out, helps.local_batch_sizes) == ((), (991, 9))
-    assert solve_optperf(line_workers(0.001, 1.0), 10).leave_out == (1,)
-    assert solve_optperf(line_workers(0.001, 1.0), 10, max_local=9).leave_out == ()
-
-
-@pytest.mark.parametrize("t_o", [1e9, 1e21])
-def test_a_sample_below_the_last_digit_of_the_time_is_given_to_anybody(t_o):
-    cluster = ClusterTimeModel((NodeTimeModel(0.006, 0.003, 0.012, 0.003),) * 3000, 0.12, t_o, 1.0)
-    sizes = solve_optperf(cluster, 100_000).local_batch_sizes
-    assert sum(sizes) == 100_000
-    assert t_o > 1e12 or max(sizes) - min(sizes) <= 1
-
-
-def test_many_workers():
-    n = 10_000
-    seconds = np.geomspace(1e-3, 1e-1, n)
-    cluster = ClusterTimeModel(tuple(NodeTimeModel(0.4 * t, 0.001, 0.6 * t, 0.001) for t in seconds), 0.3, 0.01, 0.01)
-    plan = solve_optperf(cluster, 64 * n)
-    assert sum(plan.local_batch_sizes) == 64 * n
-    assert list(plan.local_batch_sizes) == sorted(plan.local_batch_sizes, reverse=True)
-    real = solve_step_times(cluster, [64 * n, 128 * n])
-    assert real[0] <= plan.step_time * (1 + 1e-9) < real[1]
-    flat = solve_optperf(ClusterTimeModel((NodeTimeModel(0, 7.0, 0, 0),) * n), 3 * n - 1)
-    assert (sum(flat.local_batch_sizes), flat.step_time) == (3 * n - 1, pytest.approx(7.0))
-
-
 # splits without a time model
 
 
@@ -236,10 +187,8 @@ def test_a_first_split_is_in_proportion_to_measured_speed(seed):
         assert sum(sizes) == total
         assert np.abs(np.array(sizes) - total * speed / speed.sum()).max() < 1 + 1e-6
     assert bootstrap_sizes(40, [20, 20], [0.1, 0.3], max_local=25) == (25, 15)
-    assert bootstrap_sizes(40, [20, 20], [0.1, 100.0], min_local=4) == (36, 4)
-    for times in ([0.1], [0.1, -0.1], [0.1, float("nan")], [[0.1, 0.1]]):
-        with pytest.raises(ValueError, match="time"):
-            bootstrap_sizes(40, [20, 20], times)
+    with pytest.raises(ValueError, match="time"):
+        bootstrap_sizes(40, [20, 20], [0.1, float("nan")])
 
 
 def test_an_open_loop_split_is_in_proportion_to_capacities():
@@ -247,9 +196,8 @@ def test_an_open_loop_split_is_in_proportion_to_capacities():
     assert static_sizes(100, [4.5e12, 1.5e12]) == (75, 25)
     assert static_sizes(8, [1000, 1], min_local=2, max_local=[6, 8]) == (6, 2)
     assert static_sizes(24, [2, 1], multiple=4) == (16, 8)
-    for capacities in ([], [0, 0], [1, -1], [1, float("inf")]):
-        with pytest.raises(ValueError, match="capacities|shares"):
-            static_sizes(40, capacities)
+    with pytest.raises(ValueError, match="capacities|shares"):
+        static_sizes(40, [1, -1])
 
 
 # bounds
@@ -258,15 +206,10 @@ def test_an_open_loop_split_is_in_proportion_to_capacities():
 @pytest.mark.parametrize(
     ("total", "bounds", "error", "names"),
     [
-        (0, {}, ValueError, "total_batch_size"),
         (8.0, {}, TypeError, "total_batch_size"),
-        (True, {}, TypeError, "total_batch_size"),
-        (8, {"min_local": -1}, ValueError, "min_local"),
         (8, {"min_local": 1.5}, TypeError, "min_local"),
         (8, {"min_local": [1]}, ValueError, "min_local"),
-        (8, {"min_local": np.array([1.0, 1.0])}, TypeError, "min_local"),
         (8, {"max_local": False}, TypeError, "max_local"),
-        (8, {"max_local": [4, 4, 4]}, ValueError, "max_local"),
         (8, {"min_local": [6, 3]}, ValueError, "9"),
         (8, {"max_local": [1, 6]}, ValueError, "7"),
         (8, {"min_local": [1, 4], "max_local": [8, 3]}, ValueError, "worker 1"),
@@ -283,19 +226,15 @@ def test_bad_totals_and_bounds_are_named_by_all_splits(total, bounds, error, nam
             call()
 
 
-@pytest.mark.parametrize(
-    ("total", "fitting"), [(5, {12}), (13, {12, 16}), (22, {20, 24}), (31, {24})], ids=["low", "at", "between", "high"]
-)
+@pytest.mark.parametrize(("total", "fitting"), [(5, {12}), (22, {20, 24}), (31, {24})])
 def test_totals_that_are_no_multiples_are_refused_with_those_that_fit(total, fitting):
     with pytest.raises(ValueError, match="multiple|min_local|max_local") as error:
         check_bounds(3, total, 1, 10, multiple=4)
     assert all(str(other) in str(error.value) for other in fitting)
 
 
-def test_candidates_outside_the_bounds_are_an_error_and_bounds_are_one_for_all_or_one_for_each():
-    for totals, bounds in (([1, 8], {}), ([4, 8], {"max_local": 3}), ([8], {"min_local": 5})):
-        with pytest.raises(ValueError, match="total_batch_size"):
-            solve_step_times(line_workers(0.001, 0.002), totals, **bounds)
-    low, high = check_bounds(3, 12, [1, 2, 3], 8)
-    assert (low.tolist(), high.tolist()) == ([1, 2, 3], [8, 8, 8])
-    assert check_bounds(2, 12, 0, [100, 5])[1].tolist() == [12, 5], "nobody gets more than the total"
+def test_bounds_are_one_for_all_or_one_for_each_and_candidates_outside_them_an_error():
+    with pytest.raises(ValueError, match="total_batch_size"):
+        solve_step_times(line_workers(0.001, 0.002), [4, 8], max_local=3)
+    low, high = check_bounds(3, 12, [1, 2, 3], [8, 8, 100])
+    assert (low.tolist(), high.tolist()) == ([1, 2, 3], [8, 8, 12]), "nobody gets more than the total"

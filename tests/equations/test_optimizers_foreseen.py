@@ -14,7 +14,6 @@ FAMILY = {
     "adam": (torch.optim.Adam, {}),
     "adamw": (torch.optim.AdamW, {}),
     "amsgrad": (torch.optim.Adam, {"amsgrad": True}),
-    "foreach": (torch.optim.Adam, {"foreach": True}),
     "nadam": (torch.optim.NAdam, {}),
     "radam": (torch.optim.RAdam, {}),
 }
@@ -39,6 +38,8 @@ def test_a_gradient_is_divided_by_the_root_of_the_second_moment(name, steps):
     optimizer = cls(parameters, lr=0.1, betas=(0.8, beta), eps=1e-3, **arguments)
     train(optimizer, past)
     scale = common_preconditioner([optimizer])
+    assert is_adam(optimizer)
+    assert common_preconditioner([optimizer, torch.optim.Adamax(parameters)]) is None
     for i, p in enumerate(parameters):
         moment = greatest = torch.zeros_like(p)
         for row in past:
@@ -64,25 +65,9 @@ def test_groups_optimizers_loaded_states_and_parameters_without_state():
     for p, expected in ((a, 10 / 5), (b, 10 / 4), (c, 10 / 6), (stranger, 0.0)):
         assert scale(p, torch.full_like(p, 10.0)).mean().item() == pytest.approx(expected, rel=1e-4)
     assert scale.squares(stranger, torch.ones(2)) == []
-    other = torch.optim.AdamW([nn.Parameter(torch.ones(2).double())], eps=2.0)
-    train(other, [[torch.full((2,), 8.0).double()]])
-    second.load_state_dict(other.state_dict())
+    second.state[c]["exp_avg_sq"].mul_(4.0)
+    second.load_state_dict(second.state_dict())
     assert scale(c, torch.full_like(c, 10.0)).mean().item() == pytest.approx(1.0, rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        *((name, True) for name in ("Adam", "AdamW", "NAdam", "RAdam")),
-        *((name, False) for name in ("Adamax", "SGD", "RMSprop", "Adagrad", "Adadelta")),
-    ],
-)
-def test_the_family(name, expected):
-    optimizer = getattr(torch.optim, name)([nn.Parameter(torch.ones(2))], lr=0.1)
-    adam = torch.optim.Adam([nn.Parameter(torch.ones(2))])
-    assert is_adam(optimizer) is expected
-    assert (common_preconditioner([adam, optimizer]) is not None) is expected
-    assert common_preconditioner([]) is None
 
 
 class Largest(TorchDispatchMode):
@@ -97,17 +82,14 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("shape", "order"),
+    ("shape", "order", "dtype"),
     [
-        ((600_000,), torch.contiguous_format),
-        ((64, 100, 10, 10), torch.contiguous_format),
-        ((64, 100, 10, 10), torch.channels_last),
-        ((2, 3, 50, 40, 7), torch.channels_last_3d),
-        ((1, 1, 1, 1), torch.channels_last),
-        ((), torch.contiguous_format),
-        ((0, 3), torch.contiguous_format),
+        ((600_000,), torch.contiguous_format, torch.bfloat16),
+        ((64, 100, 10, 10), torch.channels_last, torch.float32),
+        ((2, 3, 50, 40, 7), torch.channels_last_3d, torch.bfloat16),
+        ((), torch.contiguous_format, torch.float32),
+        ((0, 3), torch.contiguous_format, torch.float32),
     ],
     ids=str,
 )
@@ -133,7 +115,6 @@ def test_squares_of_pieces_add_up_to_the_whole_and_temporaries_are_small(shape, 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "dampened": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3),
     "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     "maximize": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, maximize=True),
     "adam": lambda p: torch.optim.Adam(p, lr=0.1),

@@ -1,11 +1,10 @@
 """What every policy of the table promises, and what a decision may be: checked for each line of ``POLICIES``."""
 
+import itertools
 import json
 import math
-import subprocess
-import sys
-from dataclasses import dataclass, fields, replace
-from typing import ClassVar
+from contextlib import nullcontext
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -14,18 +13,20 @@ from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.control_settings import ControlSettings
 from lightning_hetero.core.batching.goodput import TotalSettings
 from lightning_hetero.core.batching.plan import BatchPlan
-from lightning_hetero.core.link.bandwidth import LinkEstimate
+from lightning_hetero.core.compression.density_search import SearchSettings
+from lightning_hetero.core.compression.objective import PenaltySettings
+from lightning_hetero.core.link.bandwidth import BandwidthSettings, LinkEstimate
 from lightning_hetero.core.link.message_link import MessageLink
 from lightning_hetero.core.link.message_size import MessageSize
+from lightning_hetero.core.link.message_times import LatencySettings
+from lightning_hetero.core.link.staleness import StaleSettings
 from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies import DEFAULT, NAMED, POLICIES, policy_name, same_policy
 from lightning_hetero.core.policies.base import (
     Decision,
-    Planner,
     Proposal,
     check_planner,
-    check_proposal,
     load_planner,
     moves_total,
 )
@@ -33,6 +34,7 @@ from lightning_hetero.core.policies.round_decision import decide_round
 from lightning_hetero.core.policies.split_rule import RuleSettings
 from lightning_hetero.core.policies.static import StaticPlanner
 from lightning_hetero.core.policies.time_to_accuracy import DensitySettings
+from lightning_hetero.core.timing.step_times import SmoothingSettings
 from tests.equations.clusters import (
     CLUSTER,
     FAST,
@@ -82,34 +84,27 @@ def test_each_policy_makes_its_planner_and_is_known_by_its_name():
         assert same_policy(policy_name(planner), planner)
         assert planner is None or (check_planner(planner) is planner and moves_total(planner) == planner.moves_total)
         assert not same_policy(None, planner)
-        if name in NAMED:
-            assert HeteroConfig(policy=name).policy == name
-        else:
-            assert set(entry.needs) <= set(HeteroConfig.__dataclass_fields__)
-            with pytest.raises(ValueError, match="policy"):
-                HeteroConfig(policy=name)
+        assert name in NAMED or set(entry.needs) <= set(HeteroConfig.__dataclass_fields__)
+        with nullcontext() if name in NAMED else pytest.raises(ValueError, match="policy"):
+            HeteroConfig(policy=name)
     assert NAMED[0] == DEFAULT
     assert not same_policy("goodput", planner_of("pid"))
     assert same_policy("lightning_hetero.core.adaptive.GoodputPlanner", planner_of("goodput"))
     assert not moves_total(None)
 
 
-@pytest.mark.slow("starts an interpreter")
-def test_the_table_imports_no_planner():
-    code = "import sys, lightning_hetero.core.policies; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    there = {module.removeprefix("lightning_hetero.core.policies.") for module in done.stdout.split()}
-    assert not [name for name, entry in POLICIES.items() if entry.planner and entry.planner.split(".")[0] in there]
-
-
 OUT_OF_RANGE = [
     (ControlSettings, {"min_steps": 2.5, "min_throughput_change": 1.1, "gain_growth": 0.9, "min_gain": 1.1}),
-    (ControlSettings, {"first_bound_lifetime": 0, "finishing_dead_band": 1.1, "gain_recovery": 0.9}),
-    (ControlSettings, {"gain_after_reversal": 0.0, "bound_lifetime_growth": 0, "longest_bound_lifetime": 0}),
+    (ControlSettings, {"gain_after_reversal": 0.0, "bound_lifetime_growth": 0, "finishing_dead_band": 1.1}),
     (DensitySettings, {"stale_headroom": 0.9, "densities_per_decade": 0, "min_relative_gain": 1.1, "max_growth": 1.0}),
     (TotalSettings, {"max_growth": 1.0, "probe_factor": 1.0, "max_certain_growth": 1.9, "max_probe_waste": 1.1}),
-    (TotalSettings, {"noise_scale_errors": 0.0}),
     (RuleSettings, {"young": 0.0, "noisy": 0.0, "least_horizon": 7.9}),
+    (SmoothingSettings, {"noise_steps": 0, "longest_mean_steps": 0, "outlier_ratio": 0}),
+    (SearchSettings, {"points": 2}),
+    (PenaltySettings, {}),
+    (LatencySettings, {}),
+    (StaleSettings, {}),
+    (BandwidthSettings, {}),
 ]
 
 
@@ -175,7 +170,7 @@ def test_no_observation_changes_nothing_and_a_decision_leaves_its_planner_as_it_
 @pytest.mark.parametrize("multiple", [1, 8])
 @pytest.mark.parametrize("bounded", [False, True])
 def test_every_plan_has_its_total_within_bounds_in_multiples(name, multiple, bounded, seed):
-    cluster, rng, moved = random_cluster(seed), np.random.default_rng(seed), set()
+    cluster, rng, moved = random_cluster(seed), np.random.default_rng(seed), []
     n = len(cluster.nodes)
     most = tuple((multiple * rng.integers(4, 9, n)).tolist()) if bounded else None
     plan = BatchPlan(4 * multiple * n, (4 * multiple,) * n)
@@ -197,46 +192,25 @@ def test_every_plan_has_its_total_within_bounds_in_multiples(name, multiple, bou
         assert (sizes >= multiple).all()
         assert (sizes % multiple == 0).all()
         assert most is None or (sizes <= most).all()
-        moved.add(plan.total_batch_size * ctx.accumulation)
-    assert moves_total(planner) or len(moved) == 1
-
-
-def test_a_fixed_split_is_in_proportion_to_capacities_and_never_changes():
-    ctx = context(192, 3, capacities=(8, 4, 4))
-    plan = StaticPlanner().initial(ctx).plan
-    assert plan.local_batch_sizes == (96, 48, 48)
-    assert StaticPlanner().initial(replace(ctx, max_local=(60, 192, 192))).plan.local_batch_sizes == (60, 66, 66)
-    _, later, changes = drive(StaticPlanner(), slowed(CLUSTER, 0, 10.0), plan, ctx, 3, np.random.default_rng(0))
-    assert (later, changes, StaticPlanner().predict(plan, ctx)) == (plan, [], None)
+        moved.append(plan.total_batch_size * ctx.accumulation)
+    assert moves_total(planner) or len(set(moved)) == 1
+    assert all(0.5 <= after / before <= 2 for before, after in itertools.pairwise(moved))
 
 
 # what a decision may be
 
-PLAN, OLD, NEW = BatchPlan(16, (10, 6)), BatchPlan(4, (2, 2)), BatchPlan(8, (6, 2))
-SEEN = StepObservations(*[np.ones((3, 2))] * 7)
-
-
-@dataclass(frozen=True)
-class Mover(StaticPlanner):
-    moves_total: ClassVar[bool] = True
+PLAN = BatchPlan(16, (10, 6))
 
 
 @pytest.mark.parametrize(
     ("outcome", "error", "names"),
     [
         (None, TypeError, "decide"),
-        ((None, None, None), TypeError, "decide"),
         ((StaticPlanner(), PLAN), TypeError, "BatchPlan"),
-        (Decision(StaticPlanner(), Proposal((10, 6), "by hand")), TypeError, "plan"),
         (Decision(StaticPlanner(), Proposal(PLAN, None)), TypeError, "reason"),
         (Decision("static"), TypeError, "planner.*moves_total"),
-        (Decision(StaticPlanner), TypeError, "planner"),
         (Decision(StaticPlanner(), density=0.5), TypeError, "density"),
-        (Decision(StaticPlanner(), stale="yes"), TypeError, "stale"),
-        (Decision(StaticPlanner(), kept=42), TypeError, "kept"),
-        (Decision(StaticPlanner(), error="small"), TypeError, "error"),
         (Decision(StaticPlanner(), soon=1), TypeError, "soon"),
-        (Decision(StaticPlanner(), moving=1), TypeError, "moving"),
         (Decision(StaticPlanner(), Proposal(BatchPlan(24, (16, 8)), "more")), ValueError, "16 to 24"),
     ],
 )
@@ -248,51 +222,34 @@ def test_a_decision_that_cannot_be_carried_out_names_the_planner_and_what_is_wro
 def test_a_decision_is_one_or_a_pair_and_only_a_planner_that_moves_the_total_may():
     pair = Decision.of((StaticPlanner(), Proposal(PLAN, "by hand")), StaticPlanner(), 16)
     assert pair.proposal.plan == PLAN
-    decision = Decision(Mover(), Proposal(BatchPlan(24, (16, 8)), "more"), soon=np.True_, error=np.float32(1.0))
-    assert Decision.of(decision, Mover(), 16) is decision
-    assert check_proposal(None, "initial() of Mine") is None
+    decision = Decision(Sure(True), Proposal(BatchPlan(24, (16, 8)), "more"), soon=np.True_, error=np.float32(1.0))
+    assert Decision.of(decision, Sure(True), 16) is decision
     with pytest.raises(RuntimeError, match="loaded.*Forgetful"):
         load_planner(type("Forgetful", (StaticPlanner,), {"loaded": lambda self, state: None})(), {})
-    assert load_planner(StaticPlanner(), {}) == StaticPlanner()
 
 
 class Sure(StaticPlanner):
     """A step takes as many seconds as its plan has samples, give or take one."""
 
-    def __init__(self, moves=False, outcome=None):
-        self.moves_total, self.outcome = moves, outcome
+    def __init__(self, moves=False):
+        self.moves_total = moves
 
     def decide(self, observations, current, context):
-        return self.outcome or Decision(self, kept=f"{observations.num_steps} of {current.total_batch_size}", error=1.0)
+        return Decision(self, kept=f"{observations.num_steps} of {current.total_batch_size}", error=1.0)
 
     def predict(self, plan, context):
         assert (context.total_batch_size, context.noise, context.epoch_begins) == (plan.total_batch_size, None, False)
         return float(plan.total_batch_size)
 
 
-def rounds(planner, seen=SEEN, running=OLD, upcoming=NEW, **known):
-    return decide_round(planner, seen, running, upcoming, lambda: context(8, 2, **known))
-
-
 def test_a_round_decides_on_the_upcoming_plan_and_predicts_the_running_one():
-    decision, predicted = rounds(Sure(), noise=NOISE, epoch_begins=True)
-    assert (decision.kept, predicted) == ("3 of 8", (4.0, None))
-    assert rounds(Sure(), running=NEW)[1] == (8.0, 1.0)
-    twice = type("Twice", (StaticPlanner,), {"predict": lambda self, plan, context: 2.0 * plan.total_batch_size})()
-    assert rounds(Sure(outcome=Decision(twice)), running=NEW)[1] == (16.0, None)
-    assert rounds(Sure(outcome=Decision(None)), running=NEW)[1] == (8.0, None)
-    same = Decision(Sure(), Proposal(BatchPlan(8, (7, 1)), "better"))
-    assert rounds(Sure(outcome=same))[0] is same
-    with pytest.raises(ValueError, match="total"):
-        rounds(Sure(outcome=Decision(Sure(), Proposal(BatchPlan(4, (3, 1)), "better"))))
-
-
-def test_a_round_with_nothing_to_decide_asks_nobody():
-    planner = Sure()
-    assert decide_round(None, SEEN, OLD, OLD, None) == (Decision(None), (None, None))
-    for plans in ((None, NEW), (OLD, None), (None, None)):
-        assert decide_round(planner, SEEN, *plans, None) == (Decision(planner), (None, None))
-    for moves, begins, asked in ((False, False, False), (False, True, False), (True, False, False), (True, True, True)):
-        decision, _ = rounds(Sure(moves), StepObservations.empty(2), OLD, OLD, epoch_begins=begins)
+    old, new, seen = BatchPlan(4, (2, 2)), BatchPlan(8, (6, 2)), StepObservations(*[np.ones((3, 2))] * 7)
+    for running, predicted in ((old, (4.0, None)), (new, (8.0, 1.0))):
+        decision, found = decide_round(
+            Sure(), seen, running, new, lambda: context(8, 2, noise=NOISE, epoch_begins=True)
+        )
+        assert (decision.kept, found) == ("3 of 8", predicted)
+    for moves, begins, asked in ((False, True, False), (True, False, False), (True, True, True)):
+        ctx, nothing = context(4, 2, epoch_begins=begins), StepObservations.empty(2)
+        decision, _ = decide_round(Sure(moves), nothing, old, old, lambda ctx=ctx: ctx)
         assert decision.kept.startswith("0 of 4" if asked else "too few observations")
-    assert isinstance(planner, Planner)

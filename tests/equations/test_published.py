@@ -1,7 +1,6 @@
 """Figures and forms of the papers and of data sheets, and small functions that stand alone."""
 
 import math
-import re
 
 import numpy as np
 import pytest
@@ -39,21 +38,15 @@ def test_bytes_are_compared_with_bytes():
     budget = 12.5e6 * 0.04
     assert largest_density(budget, lambda d: 1e6 * d, [0.6, 0.1, 0.5, 1.0]) == 0.5
     assert largest_density(1.0, lambda d: 1e6 * d, [0.5, 0.1]) == 0.1
-    for make in (lambda: largest_density(1.0, lambda d: d, []), lambda: ThroughputModel(0.0, 1.0),
-                 lambda: ThroughputModel(1.0, -1.0), *(lambda pair=pair: ThroughputModel.fit(*pair) for pair in (
-                 ([], []), ([1], [0.0]), ([0], [1.0]), ([1, 2], [1.0])))):  # fmt: skip
-        with pytest.raises(ValueError, match="densities|alpha|beta|time"):
-            make()
+    for pair in (([], []), ([1], [0.0]), ([0], [1.0]), ([1, 2], [1.0])):
+        with pytest.raises(ValueError, match="time"):
+            ThroughputModel.fit(*pair)
 
 
 CARDS = [  # name as the driver gives it, capability, multiprocessors, boost clock in GHz, TFLOP/s of the data sheet
     ("Tesla P100-PCIE-16GB", (6, 0), 56, 1.303, 18.7),
-    ("Tesla V100-SXM2-32GB", (7, 0), 80, 1.53, 125),
     ("Tesla T4", (7, 5), 40, 1.59, 65),
     ("NVIDIA A100-PCIE-40GB", (8, 0), 108, 1.41, 312),
-    ("NVIDIA RTX A6000", (8, 6), 84, 1.8, 154.8),
-    ("NVIDIA L40S", (8, 9), 142, 2.52, 362),
-    ("NVIDIA GeForce RTX 2080 Ti", (7, 5), 68, 1.545, 53.8),
     ("NVIDIA GeForce RTX 3090", (8, 6), 82, 1.695, 71),
     ("NVIDIA GeForce RTX 5090", (12, 0), 170, 2.407, 209.5),
     ("NVIDIA H100 80GB HBM3", (9, 0), 132, 1.83, 989),
@@ -72,14 +65,10 @@ def test_the_table_and_the_clocks_give_the_data_sheet(name, capability, units, g
     ("name", "capability", "units", "ghz", "tera"),
     [
         ("NVIDIA L20", (8, 9), 92, 2.5, 119.5),  # half the rate of its generation
-        ("NVIDIA A10G", (8, 6), 100, 1.0, 70),
-        ("NVIDIA GeForce RTX 3090 Ti", (8, 6), 100, 1.0, 80),
         ("NVIDIA GeForce RTX 3080 Laptop GPU", (8, 6), 100, 1.0, 51.2),  # another card than the 3080: by its clock
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0), 14, 1.41, 312 * 14 / 108),
         ("NVIDIA GeForce GTX 1660 Ti", (7, 5), 24, 1.77, 10.9),  # without tensor cores
-        ("Orin", (8, 7), 8, 1.02, 67 / 4),
         ("new", (13, 0), 100, 1.0, 102.4),  # as the newest that is known
-        ("old", (3, 5), 100, 1.0, 25.6),
         ("AMD Instinct MI300X", (9, 4), 304, None, 1307.4),
     ],
 )
@@ -96,7 +85,6 @@ def test_ratios_of_the_papers_clusters():
     assert cpu_peak_flops(4, "VSX") == cpu_peak_flops(4) > 0
     amd = gpu_peak_flops("AMD X", (9, 4), 304, 2.1e9, architecture="gfx942:sramecc+:xnack-")
     assert amd == pytest.approx(1307.4e12, rel=0.01)
-    assert gpu_peak_flops("X", (9, 0), 10) > 0
 
 
 def test_the_normal_distribution_is_scipys_from_end_to_end():
@@ -106,8 +94,5 @@ def test_the_normal_distribution_is_scipys_from_end_to_end():
 
 
 def test_numbers_of_log_lines_have_three_digits_and_no_power_of_ten():
-    for value in 10 ** np.random.default_rng(0).uniform(-3, 12, 300):
-        text = rounded(-value)
-        assert re.fullmatch(r"-\d+(\.\d+)?", text)
-        assert float(text) == pytest.approx(-value, rel=0.00501)
-    assert [rounded(value) for value in (999.4, 999.6, math.nan, math.inf, 0.0)] == ["999", "1000", "nan", "inf", "0"]
+    values = (-999.4, 999.6, 123456.0, 0.001234, math.nan, math.inf, 0.0)
+    assert [rounded(value) for value in values] == ["-999", "1000", "123456", "0.00123", "nan", "inf", "0"]

@@ -13,7 +13,6 @@ import pytest
 
 from lightning_hetero.core.batching.optperf import solve_optperf
 from lightning_hetero.core.batching.plan import BatchPlan
-from lightning_hetero.core.newest_speed import since_change
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from tests.equations.clusters import (
@@ -32,9 +31,6 @@ from tests.equations.clusters import (
     random_cluster,
     slowed,
 )
-from tests.quota import QuotaCluster
-
-EQUAL = replace(CLUSTER, nodes=(MIDDLE,) * 4)
 
 
 def looked(planner, seen, plan, ctx):
@@ -72,13 +68,6 @@ def test_the_optimum_is_reached_within_three_decisions_and_kept(seed):
         assert excess(cluster, larger) <= 0.12
 
 
-@pytest.mark.parametrize(("workers", "noise"), [(2, 0.15), (4, 0.02), (16, 0.15), (100, 0.01), (100, 0.15)])
-def test_luck_moves_no_equal_workers_whatever_their_number(workers, noise, seed):
-    equal, ctx = replace(EQUAL, nodes=(MIDDLE,) * workers), context(64 * workers, workers)
-    _, _, changes = drive(PerfModelPlanner(), equal, even_plan(ctx), ctx, 12, np.random.default_rng(seed), noise=noise)
-    assert changes == []
-
-
 @pytest.mark.parametrize(("policy", "near", "most"), [("perf_model", 0.03, 9), ("pid", 0.12, 14)])
 def test_a_worker_that_slows_down_is_followed_at_once_there_and_back(policy, near, most, seed):
     rng, ctx, changes = np.random.default_rng(seed), context(192, 3), 0
@@ -95,36 +84,6 @@ def reversals(values):
     """Changes, and how many of them go in another direction than the one before."""
     moves = [b - a for a, b in zip(values, values[1:], strict=False) if a != b]
     return len(moves), sum(a * b < 0 for a, b in zip(moves, moves[1:], strict=False))
-
-
-@pytest.mark.parametrize(("pace", "speeds"), [(0.04, (1.0, 0.6)), (0.08, (1.0, 0.6)), (0.08, (1.0, 1.0))])
-def test_workers_that_only_scatter_are_not_split_back_and_forth(pace, speeds, seed):
-    """Single steps by 20 %, looks by some more; then one worker is slower for a while, and then as before."""
-    rng, ctx = np.random.default_rng(seed), context(112, 2)
-    planner, plan, given = PerfModelPlanner(), BatchPlan(112, (56, 56)), [56]
-    for looks, slower in ((40, 1.0), (12, 1.7), (12, 1.0)):
-        seconds = 1.3e-4 / np.array(speeds) * [slower, 1.0]
-        for _ in range(looks):
-            now = line_workers(*(seconds * np.exp(rng.normal(0.0, pace, 2))), fixed=3e-3)
-            planner, plan = looked(planner, measure(now, plan.local_batch_sizes, rng, steps=32, noise=0.2), plan, ctx)
-            given.append(plan.local_batch_sizes[0])
-        assert excess(line_workers(*seconds, fixed=3e-3), plan) < 0.09
-    changes, back = reversals(given[:40])
-    assert changes <= 5
-    assert back <= 1
-
-
-@pytest.mark.parametrize("policy", ["perf_model", "pid"])
-def test_workers_under_a_quota_come_near_the_best_split(policy, seed):
-    """1.0, 0.5 and 0.3 of a core: single steps are bursts and waits, and those who wait for others look faster."""
-    cluster, ctx, planner = QuotaCluster(seed=seed), context(192, 3), planner_of(policy)
-    plan = even_plan(ctx)
-    for _ in range(12):
-        planner, plan = looked(planner, cluster.steps(plan.local_batch_sizes, 8), plan, ctx)
-    best = min(QuotaCluster().step_time(split, 100) for split in ((109, 53, 30), (108, 54, 30), (110, 52, 30)))
-    taken = QuotaCluster().step_time(plan.local_batch_sizes, 100)
-    assert best / taken >= (0.97 if policy == "perf_model" else 0.94)  # the controller stops within its dead band
-    assert policy == "pid" or planner.predict(plan, ctx) == pytest.approx(taken, rel=0.04)
 
 
 def test_workers_as_they_were_measured_on_a_busy_machine_are_split_in_a_few_changes():
@@ -190,10 +149,8 @@ THREEFOLD = line_workers(0.001, 0.003)  # 30/10 takes 50 % less than 20/20
         ({"cluster": THREEFOLD, "hysteresis": 0.55}, r"hysteresis=0.55.* (49|50)\.\d% less"),
         ({"cluster": THREEFOLD, "change_cost": 1e3}, "cost.*30/10"),
         ({"cluster": THREEFOLD, "max_local": (25, 40), "sizes": (25, 15)}, "bounds.* 0 "),
-        ({"cluster": THREEFOLD, "min_local": (1, 15), "sizes": (25, 15)}, "bounds.* 1 "),
         ({"cluster": THREEFOLD, "sizes": (30, 10)}, "optimum"),
         ({"cluster": line_workers(0.001, 0.001)}, "equal"),
-        ({"cluster": SLIGHT, "sizes": (5, 5), "change_cost": 0.003}, "cost"),
         ({"cluster": line_workers(1e-4, 1.1e-4), "change_cost": 0.06}, "too short.* larger batch"),
         ({"cluster": line_workers(0.001, 0.001), "noise": 0.6, "steps": 4, "seed": 5}, "luck|equal"),
     ],
@@ -267,24 +224,14 @@ def test_accumulation_counts_the_whole_window():
     assert window.step_time(solve_optperf(cluster, 192).local_batch_sizes) > window.step_time(plan.local_batch_sizes)
 
 
-def test_another_total_is_compared_at_that_total():
-    seen = measure(CLUSTER, (32, 32, 32), np.random.default_rng(0))
-    found = PerfModelPlanner().decide(seen, BatchPlan(96, (32, 32, 32)), context(960, 3, hysteresis=0.01)).proposal
-    assert found.plan.total_batch_size == 960
-
-
-@pytest.mark.parametrize("like", [0, 1, 2])
-def test_one_new_worker_starts_as_its_capacity_promises_and_all_new_ones_start_even(like):
+def test_one_new_worker_starts_as_its_capacity_promises_and_all_new_ones_start_even():
     planner, _ = learned()
     names, capacities = ("host-0", "host-1", "host-2", "new"), (4.0, 1.0, 2.0)
-    ctx = replace(context(192, 4), identities=names, capacities=(*capacities, capacities[like]))
-    found = planner.initial(ctx)
-    sizes = found.plan.local_batch_sizes
-    assert abs(sizes[3] - sizes[like]) <= 1
-    assert found.plan.step_time_error > 0
-    assert "rank 3" in found.reason
-    faster = planner.initial(replace(ctx, capacities=(*capacities, 1.3 * capacities[like])))
-    assert faster.plan.local_batch_sizes[3] > 1.12 * sizes[like]
+    ctx = replace(context(192, 4), identities=names)
+    for like in range(3):
+        found = planner.initial(replace(ctx, capacities=(*capacities, capacities[like])))
+        assert abs(found.plan.local_batch_sizes[3] - found.plan.local_batch_sizes[like]) <= 1
+        assert "rank 3" in found.reason
     blind = planner.initial(replace(ctx, capacities=())).plan.local_batch_sizes
     assert min(blind[:3]) < blind[3] < max(blind[:3])
     unknown = replace(context(192, 3), identities=("x", "y", "z"))
@@ -311,19 +258,18 @@ def test_the_rank_that_changed_is_named_and_moving_speeds_are_told_from_still_on
 # a change of speed within a round
 
 
-def disturbed(factors, *, noise=0.02, seed=0, sizes=(16, 16), phase="forward"):
+def disturbed(factors, *, noise=0.02, phase="forward"):
     """Steps of two workers, of which the first takes these multiples of its time."""
-    n, draw = len(factors), np.random.default_rng(seed)
+    n, draw = len(factors), np.random.default_rng(0)
     parts = {"forward": 0.97 * np.exp(noise * draw.standard_normal((n, 2))), "backward": np.full((n, 2), 0.03)}
     parts[phase][:, 0] += np.asarray(factors, float) - 1
     forward, backward = 0.015 * parts["forward"], 0.015 * parts["backward"]
     zeros, total = np.zeros((n, 2)), forward + backward
     step = zeros + total.max(axis=1, keepdims=True) + 0.001
-    return StepObservations(zeros + sizes, forward, backward, zeros, zeros, step - total, step)
+    return StepObservations(zeros + 16, forward, backward, zeros, zeros, step - total, step)
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize("slow", [8, 16, 24])
+@pytest.mark.parametrize(("phase", "slow"), [("forward", 16), ("backward", 8), ("backward", 24)])
 def test_a_disturbance_that_is_over_moves_nothing_and_a_worker_that_became_slow_is_relieved_at_once(phase, slow):
     """The backward pass, slowed down thirtyfold for some steps, once made the next plan 31/1."""
     even, ctx = BatchPlan(32, (16, 16)), context(32, 2, elapsed=100)
@@ -333,18 +279,3 @@ def test_a_disturbance_that_is_over_moves_nothing_and_a_worker_that_became_slow_
     assert over.planner.predict(even, ctx) == pytest.approx(0.016, rel=0.05)
     now = first.decide(disturbed([1.0] * 20 + [3.0] * 12, phase=phase), even, ctx)
     assert now.proposal.plan.local_batch_sizes[0] <= 10
-
-
-def test_only_the_steps_since_the_newest_change_of_a_speed_count():
-    for slow in range(6, 27):
-        for factors in ([3.0] * slow + [1.0] * (32 - slow), [1.0] * slow + [3.0] * (32 - slow)):
-            assert since_change(disturbed(factors, noise=0.03, seed=slow)).num_steps == 32 - slow
-    assert since_change(disturbed([1.0] * 10 + [4.0] * 10 + [1.0] * 12)).num_steps == 12
-    odd = [3.0] * 20 + [1.0] * 8 + [20.0] + [1.0] * 3
-    assert since_change(disturbed(odd)).num_steps == 12, "a single odd step hides no change"
-    assert [since_change(disturbed([3.0] * 6 + [1.0] * few)).num_steps for few in (5, 6)] == [11, 6]
-    cuts = [since_change(disturbed([1.0] * 16 + [f] * 16, noise=n, seed=3)).num_steps for f, n in
-            ((1.19, 0.0), (1.21, 0.0), (1.6, 0.02), (1.6, 0.16))]  # fmt: skip
-    assert cuts == [32, 16, 16, 32], "a change is a fifth or more, and beyond the noise"
-    sizes = np.array([[4, 12]] * 10 + [[8, 8]] * 22)
-    assert since_change(disturbed([1.0] * 10 + [2.0] * 22, sizes=sizes)).num_steps == 32, "another size, not speed"

@@ -1,24 +1,20 @@
-"""The policy of density and total by time to accuracy (S sec. 4): it follows the link, and stays where that stays."""
+"""The policy of density and total by time to accuracy (S sec. 4): it follows the link, and stays where that stays.
+
+Totals, profiles and resumed runs: tests/decisions/test_time_to_accuracy.py.
+"""
 
 import itertools
-import json
-import math
-import sys
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from lightning_hetero.core.batching.plan import BatchPlan
-from lightning_hetero.core.compression.bayesian_search import ProfilePenalty
-from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile
 from lightning_hetero.core.compression.objective import density_penalty
 from lightning_hetero.core.link.bandwidth import LinkEstimate
 from lightning_hetero.core.link.message_link import MessageLink
 from lightning_hetero.core.link.message_size import MessageSize
 from lightning_hetero.core.link.message_times import MessageTimes
-from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import PlanContext
 from lightning_hetero.core.policies.time_to_accuracy import DensitySettings, TimeToAccuracyPlanner
@@ -38,14 +34,14 @@ class Training:
     bucket lets them. So many steps came before that the training is no longer young.
     """
 
-    def __init__(self, planner, total=40, density=0.01, *, scatter=0.0, stale=False, noise=None, seed=0, step=100_000,
+    def __init__(self, planner, total=40, density=0.01, *, scatter=0.0, stale=False, seed=0, step=100_000,
                  latency=LATENCY, burst=0.0, busy=0.0, handling=0.0, may_be_stale=False):  # fmt: skip
-        self.planner, self.density, self.stale, self.noise, self.step = planner, density, stale, noise, step
+        self.planner, self.density, self.stale, self.step = planner, density, stale, step
         self.plan, self.rng = BatchPlan(total, (total // 2, total - total // 2)), np.random.default_rng(seed)
         self.scatter, self.burst, self.busy, self.handling, self.latency = scatter, burst, busy, handling, latency
         self.times = MessageTimes((LinkEstimate(),) * 2, 0.5 * LATENCY)  # half of it was measured before training
         self.may_be_stale = may_be_stale
-        self.densities, self.totals, self.ways, self.splits = [], [], [], []
+        self.densities, self.ways = [], []
 
     def crossing(self, rate, density=None):
         return self.latency + max(SIZE.bytes(density or self.density) - self.burst, 0.0) / rate
@@ -66,7 +62,7 @@ class Training:
             self.density, SIZE, self.times.links, seconds, self.stale, self.times.latency, self.times.latency_error,
             self.may_be_stale, self.step,
         )  # fmt: skip
-        self.context = PlanContext(self.plan.total_batch_size, ("a", "b"), (1, 1), noise=self.noise, link=link)
+        self.context = PlanContext(self.plan.total_batch_size, ("a", "b"), (1, 1), link=link)
         self.decision = self.planner.decide(seen, self.plan, self.context)
         self.planner, proposal = self.decision
         self.plan = self.plan if proposal is None else proposal.plan
@@ -76,8 +72,6 @@ class Training:
             self.stale = self.decision.stale
         self.ways.append(self.stale)
         self.densities.append(self.density)
-        self.totals.append(self.plan.total_batch_size)
-        self.splits.append(self.plan.local_batch_sizes)
 
     def run(self, rate, windows):
         for _ in range(windows):
@@ -120,8 +114,8 @@ def test_on_any_trace_the_density_comes_near_the_best_and_hardly_turns_on_the_sa
         assert len(changes(seen[-12:])) <= 1, seen
         best = min(training.objective(density, rate) for density in np.geomspace(0.001, 0.3, 60))
         assert training.objective(training.density, rate) < 1.12 * best
-    assert set(training.totals) == {40}
-    assert training.splits[-1][0] > 2 * training.splits[-1][1], "the split is not that of the speeds"
+    assert training.plan.total_batch_size == 40
+    assert training.plan.shares[0] > 2 * training.plan.shares[1], "the split is not that of the speeds"
 
 
 @pytest.mark.parametrize("scatter", [0.0, 0.15])
@@ -165,38 +159,6 @@ def test_the_density_stays_within_its_bounds_and_growth_and_a_link_of_next_to_no
     assert "communication-bound" in poor.decision.density.describe()
 
 
-NOISE = RunningNoiseScale().update(trace=400.0, global_sq_norm=1.0 + 400 / 40, total_batch_size=40)
-MOVES = {"moves_batch": True, "max_total_batch_size": 1000, "min_steps": 8}
-
-
-def test_a_thin_link_asks_for_larger_totals_and_a_profile_says_what_totals_and_densities_cost():
-    thick, thin = (Training(planner(**MOVES, min_density=0.05), noise=NOISE).run(rate, 10) for rate in (1e9, 2e6))
-    assert thin.plan.total_batch_size > 1.3 * thick.plan.total_batch_size > 40
-    assert len(changes(thin.totals[7:])) == 0
-    assert thin.decision.density.total_batch_size == thin.plan.total_batch_size
-    rows = [(r, x, 0.5 * r + abs(math.log2(x / 80))) for r in (0, 0.5, 0.9, 0.99) for x in (16, 40, 80, 256)]
-    penalty = ProfilePenalty(ConvergenceProfile(16, 256, 1.0, tuple(rows)))
-    best_at_80 = Training(planner(**{**MOVES, "max_total_batch_size": 256}, profile=penalty)).run(75e6, 10)
-    assert 70 <= best_at_80.plan.total_batch_size <= 110
-    free = Training(planner(profile=lambda density, total: 0.0 * density)).run(10e6, 6)
-    dear = Training(planner(profile=lambda density, total: -3 * np.log10(density))).run(75e6, 6)
-    assert free.density < 0.01 < dear.density
-
-
-@pytest.mark.parametrize("may_be_stale", [False, True])
-def test_resumed_after_every_window_it_decides_as_the_run_without_a_break(may_be_stale):
-    fields = {"scatter": 0.2, "handling": 0.01, "may_be_stale": may_be_stale, "step": 2_000}
-    whole, broken = Training(planner(), **fields), Training(planner(), **fields)
-    for rate in [75e6] * 5 + [2e6] * 5 + [2e5] * 7 + [75e6] * 8:
-        whole.window(rate)
-        broken.planner = planner().loaded(json.loads(json.dumps(broken.planner.state_dict())))
-        broken.window(rate)
-    assert len(changes(whole.densities)) >= 2
-    assert any(whole.ways) == may_be_stale
-    for name in ("densities", "ways", "splits"):
-        assert getattr(broken, name) == getattr(whole, name), name
-
-
 def test_predictions_include_the_messages_and_a_decision_says_all_that_follows():
     training = Training(planner()).run(10e6, 7)
     where = replace(training.context, link=replace(training.context.link, density=training.density))
@@ -204,11 +166,9 @@ def test_predictions_include_the_messages_and_a_decision_says_all_that_follows()
     assert training.planner.predict(training.plan, where) == pytest.approx(seconds, rel=0.05)
     stale = replace(where, link=replace(where.link, stale=True))
     assert training.planner.predict(training.plan, stale) == pytest.approx(training.compute, rel=0.05)
-    two, nothing = replace(where, accumulation=2), StepObservations.empty(2)
-    decision = training.planner.decide(nothing, BatchPlan(40, (20, 20)), two)
+    nothing = StepObservations.empty(2)
+    decision = training.planner.decide(nothing, BatchPlan(40, (20, 20)), replace(where, accumulation=2))
     assert decision.density.total_batch_size == 80
-    proposed = decision.proposal.plan
-    assert proposed.step_time == pytest.approx(decision.planner.predict(proposed, two), rel=0.02)
     assert (decision.soon, decision.error > 0) == (True, True)
     thin = replace(where, link=replace(where.link, estimates=(LinkEstimate(1e6),) * 2))
     for context, less in ((where, False), (thin, True)):
@@ -224,26 +184,3 @@ def test_the_papers_rule_of_idle_time_moves_five_percent_at_a_time():
     thin = training.run(2e6, 20).density
     assert thin < fast / 2
     assert training.run(75e6, 40).density > 2 * thin
-    slow = replace(training.context, link=replace(training.context.link, estimates=(LinkEstimate(1e3),) * 2))
-    for one in (planner(idle_rule=True, bandwidth=LinkEstimate(1e6)), training.planner):
-        decision = one.decide(StepObservations.empty(2), training.plan, training.context)
-        assert decision.planner.bandwidth == one.bandwidth, "of no step nothing is learned"
-    for rule in (True, False):  # without the rule nothing would update a rate from a checkpoint
-        loaded = planner(idle_rule=rule).loaded(training.planner.state_dict())
-        assert (loaded.predict(training.plan, slow) < 1.0) is rule
-
-
-def test_a_decision_makes_few_calls_however_many_totals_and_densities_are_in_question():
-    """All ranks wait for it. Once 75,888 calls of our functions."""
-    training = Training(planner(**MOVES), noise=NOISE).run(1e5, 2)
-    calls = Counter()
-
-    def count(frame, event, _):
-        calls[event] += "lightning_hetero" in frame.f_code.co_filename
-
-    sys.setprofile(count)
-    try:
-        training.planner.decide(StepObservations.empty(2), training.plan, training.context)
-    finally:
-        sys.setprofile(None)
-    assert 100 < calls["call"] <= 2000
