@@ -232,7 +232,6 @@ def test_the_first_rank_writes_what_all_have_measured(examined, monkeypatch):
         ({"lightning": "2.6.3", "torch": "2.5.1+cu121"}, {"GHSA-w37p-236h-pfx3", "CVE-2025-32434"}),
         ({"lightning": "2.6.6", "torch": "2.13.0"}, set()),
     ],
-    ids=str,
 )
 def test_versions_with_published_vulnerabilities_are_problems(examined, versions, known):
     problems = " ".join(examined(own={"versions": versions})["problems"])
