@@ -14,9 +14,14 @@ from tests.ranks import RankError
 def software():
     """What the other checks rely on."""
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    tools = {tool: shutil.which(tool) or "none" for tool in ("compute-sanitizer", "nvidia-cuda-mps-control")}
+    sanitizer = shutil.which("compute-sanitizer") or "none"
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    return {"torch": torch.__version__, "C compiler": compiler or "none", "Python.h": header.exists(), **tools}
+    return {
+        "torch": torch.__version__,
+        "C compiler": compiler or "none",
+        "Python.h": header.exists(),
+        "compute-sanitizer": sanitizer,
+    }
 
 
 def _hardware(rank, device):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.collectives import async_ops
+from lightning_hetero.comm.staleness.deadline_queue import TransferQueue
 from lightning_hetero.comm.staleness.dense import DenseStaleAverager
 from lightning_hetero.comm.timing.clock import HostClock
 from lightning_hetero.core.compression.objective import DensityChoice
@@ -37,6 +38,18 @@ def test_sums_of_a_checkpoint_have_to_fit_what_is_trained(caplog):
 
 
 # earliest deadline first
+
+
+def test_a_transfer_that_cannot_begin_is_an_error_of_who_waits_for_it_and_others_go_on():
+    queue, buffer, sync, done = TransferQueue(), torch.zeros(1), Future(), Future()
+    done.set_result("there")
+    queue.begin_step()
+    queue.before(sync)
+    failed, other = queue.add(buffer, lambda: 1 / 0), queue.add(buffer, lambda: done)
+    sync.set_result(None)
+    assert other.wait() == "there"
+    with pytest.raises((ZeroDivisionError, RuntimeError), match="division"):
+        failed.wait()
 
 
 def _crossing(rank, priority):
