@@ -244,7 +244,7 @@ def sharded_loop(
 
 def _fitted(rank, trainer, model, batch_size, loader, resume):
     trainer.fit(model, (loader or shuffled)(rank, batch_size, Points(SAMPLES)), ckpt_path=resume)
-    plans = trainer.strategy.plan_history
+    plans = getattr(trainer.strategy, "plan_history", ())  # elastic averaging has none
     return {
         "weights": model.flat(),
         "grads": np.stack([g.numpy() for g in model.grads]) if model.grads else np.zeros((0, 0)),

@@ -26,6 +26,7 @@ import transformers
 from torch import nn
 
 from lightning_hetero import AdaptiveBatchCallback, BlockTopK, GNSCallback, HeteroElasticStrategy
+from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.core.compression.settings import LowRank
 from tests.helpers import Points, collected, covered
 from tests.loops import FRONT_ENDS, SAMPLES
@@ -252,8 +253,8 @@ class KillInAgreement(Kill):
     batches = 0
 
     def prepare(self, injector):
-        name = "broadcast_object_list" if self.rank == 0 else "all_gather"
-        call = getattr(dist, name)
+        owner, name = (dist, "broadcast_object_list") if self.rank == 0 else (ControlPlane, "gather")
+        call = getattr(owner, name)
 
         def struck(*args, **kwargs):
             if injector.running:
@@ -261,7 +262,7 @@ class KillInAgreement(Kill):
                 self.strike(injector, None)
             return call(*args, **kwargs)
 
-        setattr(dist, name, struck)
+        setattr(owner, name, struck)
 
     def settings(self, folder):
         return {"replan": 2}
