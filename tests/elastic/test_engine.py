@@ -97,13 +97,11 @@ def test_a_loop_of_fabric_or_accelerate(front_end):
 # epochs, and a run that goes on
 
 
-def alone(merge="adaptive", state=None, step=None, samples=11, batch_size=4, **more):
+def alone(merge="adaptive", state=None, samples=11, batch_size=4, **more):
     """An engine with nobody else, and its sampler."""
     engine = ElasticEngine(ElasticConfig(merge, mega_batch_size=max(batch_size, 4)), rank=0, world_size=1)
     if state is not None:
         engine.load_state_dict({"position": [0, 0], "batch_sizes": [4], "previous": {}, "replicas": [{}], **state})
-    if step is not None:
-        engine.resume_at(*step)
     engine.attach(nn.Linear(1, 1))
     return engine, engine.shard(PermutationStream(samples, shuffle=False, seed=0), batch_size, **more)
 
@@ -161,58 +159,6 @@ def test_a_run_goes_on_where_it_was_saved_and_the_next_epoch_at_its_begin():
     assert epoch_of(engine, sampler, 1) == list(range(11))
 
 
-@pytest.mark.parametrize(("step", "position"), [((0, 2), (0, 8)), ((1, 1), (1, 4)), ((0, 9), (0, 11))])
-def test_a_run_goes_on_after_a_step_of_a_synchronous_one(step, position):
-    engine, _ = alone(step=step)
-    assert engine.position == position
-    assert engine.steps_done() == 3 * step[0] + min(step[1], 3)
-
-
-def _epoch(rank, merge, epoch, weight=None, state=None):
-    """Four mega-batches of one local update each, which add rank + 1: begins and ends of each, weights, the state."""
-    config = ElasticConfig(merge, mega_batch_size=4, settings={"momentum": 0.9})
-    engine, model = ElasticEngine(config, rank=rank, world_size=2), nn.Linear(1, 1, bias=False, dtype=torch.float64)
-    if state is not None:
-        engine.load_state_dict(state)
-        nn.init.constant_(model.weight, weight)
-    engine.attach(model)
-    sampler, begins, ends = engine.shard(PermutationStream(16, shuffle=False, seed=0), batch_size=2), [], []
-    sampler.set_epoch(epoch)
-    for _ in sampler:
-        engine.begin_batch()
-        begins.append(model.weight.item())
-        with torch.no_grad():
-            model.weight.add_(rank + 1.0)
-        engine.end_batch()
-        ends.append(model.weight.item())
-    result = begins, ends, engine.merges[0].weights, engine.state_dict()
-    leave(engine)
-    return result
-
-
-def _resumed(rank):
-    dist.init_process_group("gloo")
-    found = {}
-    for before in MERGES:
-        _, ends, _, state = _epoch(rank, before, 0)
-        for after in MERGES:
-            found[before, after] = ends, *_epoch(rank, after, 1, ends[-1], state)[:3]
-    return found
-
-
-def test_a_resume_with_another_rule_takes_over_what_both_use():
-    """Replicas keep their distance from CROSSBOW to CROSSBOW only; momentum goes on where both rules have it."""
-    first, second = run_ranks(_resumed, 2)
-    for (before, after), (saved, begins, ends, weights) in first.items():
-        assert ends == second[before, after][2]
-        own = begins[0], second[before, after][1][0]
-        assert (own == (saved[-1], saved[-1])) is not (before == after == "crossbow")
-        merged = weights[0] * (own[0] + 1) + weights[1] * (own[1] + 2)
-        if MERGES[before].momentum and MERGES[after].momentum:
-            merged += 0.9 * (saved[-1] - saved[-2])
-        assert ends[0] == pytest.approx(merged)
-
-
 # what a merge makes of replicas
 
 
@@ -250,21 +196,9 @@ def _buffers(rank):
     return *means, torch.equal(model.frozen, torch.full((2,), 0.1))
 
 
-def _diverges(rank):
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, 3.0)
-    replica = replica_of(model, "crossbow")
-    nn.init.constant_(model.weight, 4.0 if rank == 0 else float("nan"))
-    assert np.isfinite(replica.norm()) == (rank == 0)
-    replica.merge(1.0 - rank, share=1.0 - rank, diverged=rank == 1)
-    merged = model.weight.item()
-    replica.resume()
-    return merged, model.weight.item()
-
-
 def _merges(rank):
     dist.init_process_group("gloo")
-    found = {"buffers": _buffers(rank), "diverges": _diverges(rank)}
+    found = {"buffers": _buffers(rank)}
     for merge in MERGES:
         found[merge] = _merge_twice(rank, merge, (0.25, 0.75) if MERGES[merge].scales else (0.5, 0.5))
     dist.barrier()
@@ -288,8 +222,6 @@ def test_merges_are_the_printed_equations():
             previous, model = model, merged
         assert [found[merge][1] for found in results] == pytest.approx(replicas)
     assert [found["buffers"] for found in results] == [(1.75, 5, [1.75, 1.75], True)] * 2
-    # a replica of CROSSBOW that diverged begins anew where it came from: there is nothing of it to keep
-    assert [found["diverges"] for found in results] == [(4.0, 3.5), (4.0, 3.0)]
 
 
 # the momentum of the global model
@@ -358,19 +290,10 @@ def test_the_papers_momentum_is_for_sgd_without_any_and_rank_0_says_so():
 
 DIFFER = {  # what rank 1 has, and what each rank is told
     "shape": "weight [2, 3]",
-    "buffer": "count [3]",
     "settings": "settings",
     "data": "data",
-    "batch": "batch_size=4",
     "momentum": "momentum",
 }
-
-
-def layer(odd=None):
-    made = nn.Linear(3, 2 if odd == "shape" else 4)
-    if odd == "buffer":
-        made.register_buffer("count", torch.zeros(3))
-    return made
 
 
 def _differ(rank):
@@ -381,16 +304,17 @@ def _differ(rank):
         try:
             config = ElasticConfig("mean" if what == "settings" and odd else "elastic", mega_batch_size=16)
             engine = ElasticEngine(config, rank=rank, world_size=2)
-            engine.attach(layer(what if odd else None), [sgd(momentum=0.5 * (what == "momentum" and odd))])
+            model = nn.Linear(3, 2 if what == "shape" and odd else 4)
+            engine.attach(model, [sgd(momentum=0.5 * (what == "momentum" and odd))])
             stream = PermutationStream(300, shuffle=True, seed=int(what == "data" and odd))
-            engine.shard(stream, batch_size=4 if what == "batch" and odd else 2)
+            engine.shard(stream, batch_size=2)
             leave(engine)
         except PlanMismatchError as error:
             found[what] = str(error)
             if what != "settings":  # else there is no engine
                 leave(engine)
     torch.manual_seed(rank)
-    engine, model = ElasticEngine(ElasticConfig(), rank=rank, world_size=2), layer()
+    engine, model = ElasticEngine(ElasticConfig(), rank=rank, world_size=2), nn.Linear(3, 4)
     engine.attach(model)
     leave(engine)
     return found, [p.tolist() for p in model.parameters()]
@@ -401,7 +325,7 @@ def test_ranks_that_differ_are_told_in_what_and_values_are_rank_0s():
     assert {what: DIFFER[what] in text for what, text in first.items()} == dict.fromkeys(DIFFER, True)
     assert first == second
     torch.manual_seed(0)
-    assert model == other == [p.tolist() for p in layer().parameters()]
+    assert model == other == [p.tolist() for p in nn.Linear(3, 4).parameters()]
 
 
 def test_calls_out_of_order_and_what_cannot_be_merged_are_refused():

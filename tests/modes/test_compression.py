@@ -3,15 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
-from torch.utils.data import DataLoader
 
-from lightning_hetero import BlockTopK, HeteroDDPStrategy, LookAheadCallback
+from lightning_hetero import BlockTopK, HeteroDDPStrategy
 from lightning_hetero.comm.compressors import auto
 from lightning_hetero.core.compression.auto import LinkMeasurement
-from tests.helpers import Points, Regressor, fit, trainer_of
+from tests.helpers import Points, Regressor, fit
 from tests.modes.runs import Saves, alike, by_name
 from tests.ranks import run_ranks
 
@@ -264,58 +262,6 @@ def test_nothing_that_is_owed_is_lost_on_another_number_of_ranks_or_by_another_c
     applied = found["one"][0]["grads"]
     np.testing.assert_allclose(applied[0], plain[0] + owed, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(applied[1:], plain[1:], rtol=1e-5, atol=1e-6)
-
-
-# a default dtype of the user's
-
-DEFAULTS = [
-    {"compression": COMPRESSORS["histogram, int8"]},
-    {"compression": COMPRESSORS["elements, balanced"], "sparse_optimizer": True},
-    {"compression": COMPRESSORS["exact"], "sparse_optimizer": "later", "staleness": 1},
-    {"compression": COMPRESSORS["low rank"]},
-    {"compression": "bf16"},
-    {"staleness": 1},
-]
-
-
-class Delayed(Callback):
-    """Delays what can be."""
-
-    def on_train_start(self, trainer, pl_module):
-        late = trainer.strategy.engine.hook_state.staleness
-        if late is not None:
-            late.make_all_stale()
-            late.control_externally(True)
-
-
-class NoGradients(Wide):
-    """Keeps none, which may be sparse."""
-
-    def on_before_optimizer_step(self, optimizer):
-        """Nothing."""
-
-
-def _default_dtypes(rank):
-    """Weights of each setting with torch's default dtype, and with another one."""
-    found = []
-    for settings in DEFAULTS:
-        for default in (torch.float32, torch.float64):
-            model = NoGradients(momentum=0.5)
-            torch.set_default_dtype(default)
-            strategy = HeteroDDPStrategy(local_batch_sizes=[3, 1], **settings)
-            trainer = trainer_of(strategy, 2, max_epochs=1, callbacks=[Delayed(), LookAheadCallback()])
-            trainer.fit(model, DataLoader(points(), 2, shuffle=True))
-            torch.set_default_dtype(torch.float32)
-            found.append(model.flat())
-    return found
-
-
-def test_a_default_dtype_of_float64_changes_nothing():
-    one, other = run_ranks(_default_dtypes, 2)
-    for number, settings in enumerate(DEFAULTS):
-        for found in (*one[2 * number : 2 * number + 2], *other[2 * number : 2 * number + 2]):
-            assert found.dtype == np.float32
-            np.testing.assert_array_equal(found, one[2 * number], str(settings))
 
 
 # what is wrong

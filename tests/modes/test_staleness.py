@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_hetero import BlockTopK, GNSCallback
+from lightning_hetero import BlockTopK
 from lightning_hetero.comm.timing.bucket_timer import BucketTimer
 from tests.helpers import Points, Regressor, collected, fit
 from tests.modes.runs import Saves, alike, by_name, each
@@ -225,40 +225,6 @@ def test_delays_follow_the_link_and_no_gradient_is_lost():
     assert delayed[13] == [], "something is still delayed although the link is fast"
     assert "net.0.weight" in delayed[-1]
     assert [bool(result["said"]) for result in results] == [True, False]
-
-
-# the noise scale
-
-
-class Quiet(Regressor):
-    """Its weights stay where they are."""
-
-    def __init__(self):
-        super().__init__(lr=0.0)
-
-
-def _estimate(rank, **case):
-    noise = GNSCallback(horizon=1e9)
-    train(rank, **{**case, "callbacks": [noise, *case.get("callbacks", ())]})
-    return noise.estimate.state_dict()
-
-
-def _norms(rank, folder):
-    """Estimates of delayed sums and of those at once; of a run that goes on, and of the whole one."""
-    still, saves = {"model": Quiet, "sizes": (5, 5), "max_epochs": -1}, Saves(folder, 9)
-    late = _estimate(rank, **still, schedule={1: ALL}, max_steps=13)
-    at_once = _estimate(rank, **still, strategy={"staleness": 0}, max_steps=12)
-    case = {"strategy": {"replan": "epoch"}, "max_epochs": 3}
-    whole = _estimate(rank, **case, schedule={3: INPUT}, callbacks=[saves])
-    return (late, at_once), (_estimate(rank, **case, schedule={9: INPUT}, ckpt_path=f"{folder}/9"), whole)
-
-
-def test_norms_of_delayed_sums_are_matched_with_those_of_their_own_step(tmp_path):
-    """All steps count but the last, whose sums come too late; also of a run that goes on inside an epoch."""
-    for found in run_ranks(_norms, 2, str(tmp_path)):
-        for late, at_once in found:
-            assert at_once["samples"] > 60
-            assert late == pytest.approx(at_once, rel=1e-12)
 
 
 # what it does not go with

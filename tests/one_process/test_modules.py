@@ -200,23 +200,6 @@ class Centered(Quiet):
         return nn.functional.mse_loss(out - stacked[0] / stacked[1], y)
 
 
-class Slope(Quiet):
-    """Needs the gradient of its input for the loss."""
-
-    def loss(self, batch):
-        x = batch[0].clone().requires_grad_(True)
-        (slope,) = torch.autograd.grad(nn.functional.mse_loss(self(x), batch[1], reduction="sum"), x)
-        return nn.functional.mse_loss(self(batch[0] + 0.1 * slope.sign()), batch[1])
-
-
-class Looks(Quiet):
-    """Looks at its output between the backward pass and the optimizer step."""
-
-    def on_after_backward(self):
-        with torch.no_grad():
-            self(torch.ones(2, 5, dtype=D))
-
-
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -263,14 +246,6 @@ class ShardsItself(Sharded):
                 fully_shard(part, mesh=mesh)
 
 
-class ShardsByItsMesh(Sharded):
-    """Takes the mesh from where Lightning's documentation has it."""
-
-    def configure_model(self):
-        if isinstance(self.trainer.strategy, HeteroFSDPStrategy):
-            fully_shard(self.net, mesh=self.device_mesh["replicate", "shard"])
-
-
 def single():
     return Sharded(dtype=torch.float32)
 
@@ -303,8 +278,6 @@ CASES = {
     "finetuned": Case(Finetuned, fsdp=None),
     "unfrozen": Case(Unfrozen),
     "centered": Case(Centered, fsdp=None, sizes=(7, 2, 1)),
-    "slope of the input": Case(Slope, UNUSED),
-    "looks at itself": Case(Looks),
     "static graph": Case(Sharded, {"static_graph": True}, None),
     "views of buckets": Case(Sharded, {"gradient_as_bucket_view": True}, None),
     "clipped values": Case(Sharded, trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
@@ -313,7 +286,6 @@ CASES = {
     "kept gathered": Case(Deep, None, {"reshard_after_forward": False}),
     "shards itself": Case(ShardsItself, None),
     "replicas": Case(Deep, None, {"replicate_size": 2}, sizes=(4, 1, 2, 3)),
-    "replicas of its own": Case(ShardsByItsMesh, None, {"replicate_size": 2}, sizes=(4, 1, 2, 3)),
     "bfloat16": Case(single, trainer=HALF, tolerance=2e-2),
 }
 STRATEGIES = {"hetero_ddp": HeteroDDPStrategy, "hetero_fsdp": HeteroFSDPStrategy}

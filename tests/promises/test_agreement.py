@@ -1,6 +1,5 @@
 """What ranks agree on, and how: one message per round, one decision for all, what a run begins with, when it looks."""
 
-import atexit
 import logging
 import pickle
 from datetime import timedelta
@@ -16,7 +15,6 @@ from torch.utils.data import DataLoader
 import lightning_hetero
 from lightning_hetero.comm.agreement.control_plane import ControlPlane, before_another
 from lightning_hetero.comm.agreement.notices import Notices
-from lightning_hetero.comm.agreement.plan_log import SplitLog
 from lightning_hetero.comm.agreement.shared_counter import SharedCounter
 from lightning_hetero.comm.agreement.sync_round import Padding, gather_payloads
 from lightning_hetero.comm.agreement.sync_schedule import SyncSchedule
@@ -153,24 +151,6 @@ def test_ranks_agree(world_size):
         }
 
 
-def _exits(rank, world_size):
-    """For how long the process waits at its exit, after two control planes."""
-    dist.init_process_group("gloo")
-    for _ in range(2):
-        ControlPlane(rank, world_size)
-    waits = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("time.sleep", waits.append)
-        atexit._run_exitfuncs()
-    return waits
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_process_lets_the_threads_of_gloo_free_their_tensors_once_before_the_interpreter_ends(world_size):
-    """Else it may be aborted after a successful training; a rank alone has none."""
-    assert run_ranks(_exits, world_size, world_size, start="fork") == [[0.1] * (world_size > 1)] * world_size
-
-
 # numbers that are given once
 
 
@@ -209,47 +189,23 @@ def test_clusters_and_agreement_work_beside_a_default_group_that_is_bound_to_a_g
     assert run_ranks(_bound, 3) == [([3.0, 3.0, 3.0], [0, 1, 2])] * 3
 
 
-def _trainer(backend, ranks, name):
-    strategy = getattr(lightning_hetero, name)(process_group_backend=backend, timeout=WITHIN)
-    trainer_of(strategy, ranks).fit(Regressor(), DataLoader(Points(16), 2))
-
-
-def _fabric(backend, ranks, _):
-    from lightning.fabric import Fabric
-
-    from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy
-
-    strategy = HeteroDDPStrategy(process_group_backend=backend, timeout=WITHIN)
-    Fabric(accelerator="cpu", devices=ranks, strategy=strategy).launch()
-
-
-def _accelerator(backend, *_):
-    from accelerate.utils import InitProcessGroupKwargs
-
-    from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
-
-    handler = InitProcessGroupKwargs(backend=backend, timeout=WITHIN)
-    HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin(), kwargs_handlers=[handler])
-
-
-def _joins(rank, join, backends, *args):
-    join(backends[rank], len(backends), *args)
+def _joins(rank, name, backends):
+    strategy = getattr(lightning_hetero, name)(process_group_backend=backends[rank], timeout=WITHIN)
+    trainer_of(strategy, len(backends)).fit(Regressor(), DataLoader(Points(16), 2))
 
 
 @pytest.mark.parametrize(
-    ("join", "backends", "name"),
+    ("name", "backends"),
     [
-        (_trainer, ("gloo", "nccl"), "HeteroDDPStrategy"),
-        (_trainer, ("cpu:gloo,cuda:nccl", "gloo", "gloo"), "HeteroFSDPStrategy"),
-        (_trainer, ("mpi", "gloo"), "HeteroElasticStrategy"),
-        (_trainer, ("nccl", "nccl"), "HeteroDDPStrategy"),
-        (_fabric, ("gloo", "nccl"), None),
-        (_accelerator, ("gloo", "mpi"), None),
+        ("HeteroDDPStrategy", ("gloo", "nccl")),
+        ("HeteroFSDPStrategy", ("cpu:gloo,cuda:nccl", "gloo", "gloo")),
+        ("HeteroElasticStrategy", ("mpi", "gloo")),
+        ("HeteroDDPStrategy", ("nccl", "nccl")),
     ],
-    ids=["ddp", "fsdp", "elastic", "no GPU", "Fabric", "Accelerate"],
+    ids=["ddp", "fsdp", "elastic", "no GPU"],
 )
-def test_ranks_whose_backends_do_not_fit_are_refused_before_they_wait_for_each_other(join, backends, name):
-    errors = run_ranks(_joins, len(backends), join, backends, name, expect_errors=True, start="fork")
+def test_ranks_whose_backends_do_not_fit_are_refused_before_they_wait_for_each_other(name, backends):
+    errors = run_ranks(_joins, len(backends), name, backends, expect_errors=True, start="fork")
     assert [(rank, kind) for rank, kind, _ in errors] == [(rank, "ValueError") for rank in range(len(backends))]
     assert all("process_group_backend" in text for *_, text in errors)
 
@@ -305,21 +261,16 @@ def test_workers_meet_with_the_largest_minimum_and_the_least_bound_of_each():
         ({}, 8, {"planner": known(7, 1), "running": BatchPlan(8, (5, 3))}, None),
         ({}, 8, {"planner": known(7, 1), "running": BatchPlan(6, (5, 1))}, (7, 1)),
         ({}, 8, {"running": BatchPlan(8, (4, 4))}, None),
-        ({"multiple": 3, "n": 3}, 12, {}, (6, 3, 3)),
         ({"multiple": 4, "capacities": (3.0, 1.0)}, 12, {"planner": StaticPlanner()}, (8, 4)),
         ({"multiple": 4}, 12, {"planner": known(8, 4), "running": BatchPlan(12, (7, 5))}, (8, 4)),
         # refused, with the setting or the bounds in the error
         ({"min_local": 4}, 7, {}, "min_local_batch_size"),
         ({"max_local": (2, 3)}, 8, {}, r"\[2, 3\].* 2"),
         ({"min_local": 2}, 5, {"local_batch_sizes": [4, 1]}, "min_local_batch_size"),
-        ({"max_local": (5, 5)}, 8, {"local_batch_sizes": [6, 2]}, r"\[5, 5\]"),
         ({"max_local": (5, 5)}, 8, {"planner": PerfModelPlanner(), "running": BatchPlan(8, (6, 2))}, r"\[5, 5\]"),
         ({"multiple": 4}, 10, {}, "local_batch_multiple=4.* 8 or 12"),
-        ({"multiple": 4}, 4, {}, "local_batch_multiple"),
-        ({"multiple": 4}, 8, {"planner": known(7, 1)}, "local_batch_multiple"),
         ({"multiple": 8, "max_local": (7, 9)}, 16, {}, "local_batch_multiple"),
         ({}, 8, {"planner": Fixed(BatchPlan(8, (6, 2)))}, "Fixed"),
-        ({}, 8, {"planner": Fixed(Proposal(BatchPlan(9, (6, 3)), "more"))}, "Fixed.* 8 to 9"),
         ({}, 8, {"planner": known(4, 2, 2)}, "2 workers"),
     ],
     ids=str,
@@ -392,12 +343,6 @@ def test_looking_costs_half_a_percent_unless_a_decision_waits_for_it(cost, secon
     assert SyncSchedule("epoch").after(100, seen, cost, decision, ahead=5) > 2**60
 
 
-def test_a_link_that_stalls_in_one_look_does_not_put_off_the_next_ones():
-    for costs, steps in (((0.2, 99.0, 0.2, 0.2), [40] * 4), ((0.2, 99.0, 99.0), [40, 40, 1000])):
-        schedule = SyncSchedule("auto")
-        assert [schedule.after(0, steps_of([1.0]), cost, Decision(None)) for cost in costs] == steps
-
-
 @pytest.mark.parametrize("replan", ["auto", 4])
 def test_an_epoch_begins_with_a_look_if_eight_steps_have_passed_since_the_last_one_that_may_do_as_much(replan):
     """As much: change the number of micro-batches, which no look within an epoch may."""
@@ -421,16 +366,12 @@ def test_an_epoch_begins_with_a_look_if_eight_steps_have_passed_since_the_last_o
 @pytest.mark.parametrize("speaks", [True, False])
 def test_each_thing_is_said_once_on_one_rank_and_a_loss_is_a_warning(caplog, speaks):
     caplog.set_level(logging.INFO, "lightning_hetero")
-    notices, log = Notices(speaks=speaks), SplitLog(speaks=speaks)
+    notices = Notices(speaks=speaks)
     one, loss = NoEffect(("a=1",), "one worker", "Start more"), NoEffect(("b=2",), "dense", "Compress", loses=True)
     for _ in range(2):
         notices.say("100 %s of 5 %")
         notices.tell(iter([one, loss, NoEffect(("c=3",), "one worker", "Start more")]))
-    # a kind of reason is what stands before its colon; one that was logged before has to hold for three rounds
-    for kept in ("band: 3", "band: 2", "bounds: 1", None, "band: 1", "bounds: 2", *["band: 5"] * 3):
-        log.note_kept(Decision(None, kept=kept))
     said = [(record.levelno, record.getMessage()) for record in caplog.records]
-    assert [text for _, text in said[:3]] == notices.said
-    assert [text.partition(": ")[2] for _, text in said[3:]] == ["band: 3", "bounds: 1", "band: 5"] * speaks
-    assert [level for level, _ in said[:3]] == [logging.INFO, logging.INFO, logging.WARNING] * speaks
+    assert [text for _, text in said] == notices.said
+    assert [level for level, _ in said] == [logging.INFO, logging.INFO, logging.WARNING] * speaks
     assert not speaks or ("a=1" in said[1][1] and "c=3" in said[1][1])

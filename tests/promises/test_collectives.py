@@ -13,7 +13,6 @@ from torch import nn
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.collectives import async_ops
 from lightning_hetero.comm.collectives.async_ops import (
-    GatherHandle,
     async_all_gather,
     async_all_reduce,
 )
@@ -25,102 +24,9 @@ from tests.loops import SAMPLES, one_process
 from tests.promises.virtual import VirtualTime
 from tests.ranks import run_ranks
 
-CPU, LOST = torch.device("cpu"), RuntimeError("connection closed by peer")
+CPU = torch.device("cpu")
 
-# rows that are under way
-
-
-class Row:
-    """A row's work that is over at a moment of a clock, or never."""
-
-    def __init__(self, clock, moment):
-        self.clock, self.moment, self.waited, self.future = clock, moment, 0, torch.futures.Future()
-        self.future.set_exception(LOST) if moment is None else self.future.set_result(None)
-
-    def get_future(self):
-        return self.future
-
-    def wait(self):
-        self.waited += 1
-        if self.moment is None:
-            raise LOST
-        self.clock["now"] = max(self.clock["now"], self.moment)
-
-
-@pytest.fixture
-def rows(monkeypatch):
-    """Makes a handle of rows that arrive at given moments."""
-    clock = {"now": 0.0}
-    monkeypatch.setattr("time.perf_counter", lambda: clock["now"])
-
-    def make(moments, arrived, order=None):
-        clock["now"] = 0.0
-        works = [Row(clock, moment) for moment in moments]
-        order = list(range(len(moments))) if order is None else order
-        return GatherHandle(works, arrived and (lambda row: arrived(row, clock["now"])), order), works
-
-    return make
-
-
-def test_a_slow_row_hides_the_others_once_and_not_again(rows):
-    def seen(moments, order):
-        marks = {}
-        rows(moments, marks.setdefault, order)[0].wait()
-        return [marks[row] for row in range(len(moments))]
-
-    order, moments = [0, 1, 2, 3], [9.0, 1.0, 2.0, 1.0]
-    assert seen(moments, order) == [9.0] * 4
-    assert [seen(moments, order) for _ in range(3)][-1] == moments
-
-
-@pytest.mark.parametrize("lost", [False, True])
-@pytest.mark.parametrize("calls_back", [False, True])
-def test_who_waits_and_who_is_called_back_learn_of_each_row_and_of_one_that_does_not_come(rows, lost, calls_back):
-    arrived, called = [], []
-    handle, works = rows([1.0, None if lost else 2.0], lambda row, _: arrived.append(row))
-    if calls_back:
-        futures = [handle.then(lambda done: called.append(done.value())) for _ in range(2)]
-        if lost:
-            with pytest.raises(RuntimeError, match="closed by peer"):
-                futures[0].wait()
-    if lost:
-        with pytest.raises(RuntimeError, match="closed by peer"):
-            handle.wait()
-    else:
-        handle.wait()
-        assert len(called) == 2 * calls_back
-        assert [work.waited for work in works] == [1, 1], "orders the stream of who waits behind each copy"
-    assert arrived == ([0] if lost else [0, 1])
-
-
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_a_sum_on_a_gpu_orders_the_stream_of_who_waits(monkeypatch, backend, fails):
-    """Gloo's future says that the copy back was begun, and orders no stream; NCCL's does."""
-
-    class OnHost(torch.futures.Future):
-        def __init__(self, devices=None):
-            super().__init__()
-
-        __class_getitem__ = classmethod(lambda cls, _: cls)
-
-    future, ordered = torch.futures.Future(), []
-    work = SimpleNamespace(get_future=lambda: future, synchronize=lambda: ordered.append(future.done()))
-    monkeypatch.setattr(dist, "all_reduce", lambda buffer, group, async_op: work)
-    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: backend)
-    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=None))
-    monkeypatch.setattr(torch.futures, "Future", OnHost)
-    buffer = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1), is_complex=bool)
-    found = async_all_reduce(buffer)
-    assert (found is future) == (backend == "nccl")
-    assert not found.done()
-    future.set_exception(LOST) if fails else future.set_result([buffer])
-    assert ordered == [True] * (backend == "gloo" and not fails)
-    if fails:
-        with pytest.raises(RuntimeError, match="closed by peer"):
-            found.wait()
-    else:
-        assert async_ops.tensor_of(found.value()) is buffer
+# sums and gathers in the background
 
 
 def _gathers(rank):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.membership.members_watch import STUCK
 from lightning_hetero.comm.membership.slots import GONE, OVER, RUNS, SlotBoard, job_board
-from lightning_hetero.keeper import Keeper, is_stopped, main
+from lightning_hetero.keeper import Keeper, main
 from tests.promises.virtual import Lives, VirtualTime
 from tests.ranks import free_port
 
@@ -184,33 +184,6 @@ def test_a_worker_that_falls_silent_is_killed_after_half_a_minute_and_started_ag
     assert job.run() == code
     assert len(job.lives.started) == lives
     assert seconds - 1.0 <= job.clock.now - 1000.0 <= seconds + 6.0
-
-
-@pytest.mark.parametrize(("finished", "lives"), [(None, 2), (0, 1)])
-def test_a_worker_without_a_sign_is_killed_if_it_is_stopped_or_training_is_over(kept, finished, lives):
-    stopped = REAL_POPEN(["sleep", "100"])
-    try:
-
-        def first(process, env):
-            if finished is None:
-                process.pid = stopped.pid
-                stopped.send_signal(signal.SIGSTOP)
-                while not is_stopped(stopped.pid):
-                    pass
-            return 700.0, 0
-
-        job = kept(first, (5.0, 0))
-        if finished is not None:
-            job.board.finish(finished, 0)
-        assert job.run() == 0
-    finally:
-        stopped.kill()
-        stopped.wait()
-    assert len(job.lives.started) == lives
-    assert job.clock.now < 1050.0
-
-
-REAL_POPEN = subprocess.Popen
 
 
 def test_a_lost_store_ends_the_worker_and_its_keeper(kept, monkeypatch, caplog):

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -20,10 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from torch.distributed.run import get_args_parser
 
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.failures import rank_monitor
@@ -156,24 +153,6 @@ def test_more_kills_than_restarts_are_an_error(agent, tmp_path):
     assert kind == "ChildFailedError"
     assert "Signal 9 (SIGKILL) received" in message
     assert not (tmp_path / "done").exists()
-
-
-def documented_commands():
-    """Every torchrun command on the page of engines and in its examples, and the one of the manifest."""
-    joined = (ROOT / "docs" / "engines.md").read_text().replace("\\\n", " ")
-    yield from re.findall(r"^torchrun (.+)$", joined, re.M)
-    manifest = yaml.safe_load_all(re.search(r"```yaml\n(.+?)```", joined, re.S)[1])
-    job = next(part for part in manifest if part["kind"] == "Job")
-    yield " ".join(job["spec"]["template"]["spec"]["containers"][0]["command"][1:])
-
-
-def test_documented_commands_are_understood_by_torchrun():
-    commands = list(documented_commands())
-    assert len(commands) >= 5
-    for command in commands:
-        arguments = get_args_parser().parse_args(command.removesuffix("&").split())
-        assert (arguments.training_script, arguments.training_script_args) == ("train.py", []), command
-        assert arguments.rdzv_backend == ("c10d" if arguments.rdzv_endpoint else "static"), command
 
 
 # keepers

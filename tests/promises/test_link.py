@@ -1,25 +1,15 @@
 """What is measured of the link, and what rank 0 says of it: in counted time."""
 
-import json
 import logging
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from lightning_hetero.comm.gradients.ddp_hook import HookState
 from lightning_hetero.comm.gradients.sharded_groups import ReduceScatterMean
-from lightning_hetero.comm.link import link_benchmark
 from lightning_hetero.comm.link.diagnosis import LinkDiagnosis
-from lightning_hetero.comm.link.link_benchmark import (
-    BENCHMARK,
-    encode_seconds,
-    latency,
-)
 from lightning_hetero.comm.link.link_state import LinkState
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.link.message_size import MessageSize
@@ -28,7 +18,6 @@ from tests import loops
 from tests.counted import CountedTime
 from tests.ranks import run_ranks
 
-CPU = torch.device("cpu")
 FAT, THIN = 50e6, 20.0
 """Bytes per second; 400 bytes of gradients take 20 s at the lower rate."""
 SLOW, STALL, COMPUTE = 8, 22, 0.02
@@ -110,46 +99,6 @@ def test_advice_is_what_helps_and_is_not_done_yet(caplog, workers, config, case,
     assert not_said not in text
 
 
-# measurements before training
-
-
-class Link:
-    """An exchange that takes given seconds, by a clock of its own; barriers take an hour."""
-
-    def __init__(self, monkeypatch, seconds, size=3):
-        self.now, self.size, self.seconds, self.sent = 0.0, size, iter(seconds), []
-        monkeypatch.setattr("time.perf_counter", lambda: self.now)
-        monkeypatch.setattr(dist, "barrier", lambda: self.take(3600.0))
-
-    def take(self, seconds):
-        self.now += seconds
-
-    def all_gather(self, rows):
-        self.sent.append((tuple(rows.shape), rows.dtype))
-        return SimpleNamespace(wait=lambda: self.take(next(self.seconds)))
-
-
-@pytest.mark.parametrize(("others", "slowest"), [([0.125, 0.75], 0.75), ([0.125, 0.2], 0.25)])
-def test_latency_is_that_of_the_slowest_rank_with_a_small_message(monkeypatch, others, slowest):
-    link = Link(monkeypatch, [0.5, 0.25, 4.0])
-    control = SimpleNamespace(gather=lambda mine: np.stack([mine, *([one] for one in others)]))
-    assert latency(control, link, CPU) == slowest
-    assert link.sent == [((3, BENCHMARK.latency_bytes), torch.uint8)] * BENCHMARK.repeats
-
-
-@pytest.mark.parametrize(("numel", "factor"), [(64, 1.0), (128, 1.0), (1024, 8.0)])
-def test_encoding_of_a_large_gradient_is_extrapolated_from_the_best(numel, factor, monkeypatch):
-    steps, now = iter([9.0, 0.5, 9.0, 0.25, 9.0, 2.0]), [0.0]
-
-    def clock():
-        now[0] += next(steps)
-        return now[0]
-
-    monkeypatch.setattr(link_benchmark, "BENCHMARK", replace(BENCHMARK, max_elements=128, repeats=3))
-    monkeypatch.setattr("time.perf_counter", clock)
-    assert encode_seconds(numel, 0.1, "float32") == 0.25 * factor
-
-
 # estimates
 
 SIZE = MessageSize(1000, 2, parts=(32,), listed=80, marked=125)
@@ -172,14 +121,3 @@ def test_the_slowest_rank_is_the_rate_of_the_link_and_a_round_without_messages_k
     assert watch.metrics([0, 3]) == pytest.approx({**rates, "hetero/transfer_time": 0.5})
     watch.see(np.zeros((2, 0)))
     assert watch.metrics([0, 3]) == pytest.approx(rates)
-
-
-def test_state_goes_through_json_to_as_many_ranks_and_to_no_others():
-    watch, same, more = LinkState(2), LinkState(2), LinkState(3)
-    watch.begin(0.002)
-    watch.see(seen(1e6, 0.5, 0.25))
-    state = json.loads(json.dumps(watch.state_dict()))
-    for other in (same, more):
-        other.load_state_dict(state)
-    assert same.state_dict() == watch.state_dict()
-    assert more.metrics([0, 1, 2]) == {}

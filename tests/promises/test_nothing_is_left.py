@@ -21,11 +21,8 @@ from lightning_hetero import BlockTopK, HeteroDDPStrategy, HeteroElasticStrategy
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.agreement.group_lifetime import (
     ended,
-    go_on,
     leave_all,
-    leave_soon,
 )
-from lightning_hetero.comm.collectives.topology import Topology
 from tests import loops
 from tests.helpers import Points, Regressor, trainer_of
 from tests.ranks import run_ranks
@@ -144,47 +141,6 @@ def test_a_training_begins_after_the_default_group_was_destroyed(strategy, model
 # the lifetime of groups
 
 
-def _groups(rank):
-    """A training goes on although another was there meanwhile, and one makes a group in vain."""
-    dist.init_process_group("gloo")
-    keys, counts = dist.distributed_c10d._get_default_store().num_keys, []
-
-    def count():
-        gc.collect()
-        dist.barrier()
-        counts.append((groups(), keys()))
-        dist.barrier()
-
-    first, hierarchy = ControlPlane(rank, 3), Topology(rank, ((0, 1), (2,)))
-    x = torch.ones(2)
-    hierarchy.all_reduce(x).wait()
-    ended(first, hierarchy)
-    count()
-    other = ControlPlane(rank, 3)
-    count()
-    everyone = first.gather_objects(rank)
-    go_on(first, hierarchy)
-    hierarchy.all_reduce(x).wait()
-    ControlPlane(rank, 3)
-    leave_soon(dist.new_group())
-    count()
-    ControlPlane(rank, 3)
-    count()
-    after = other.gather_objects(rank) == everyone == first.gather_objects(rank) == [0, 1, 2]
-    hierarchy.close()
-    dist.destroy_process_group()
-    return counts, after, x.tolist()
-
-
-def test_groups_of_a_training_that_has_ended_are_left_when_another_begins_and_made_again_when_it_goes_on():
-    for rank, (counts, after, x) in enumerate(run_ranks(_groups, 3)):
-        (kept, _), (alone, _), made, gone = counts
-        clusters = (3, 2, 1)[rank]
-        assert (kept, alone) == (2 + clusters, 2)
-        assert (made[0] - gone[0], made[1] > gone[1]) == (1, True), "one comes and one goes, and its keys with it"
-        assert (after, x) == (True, [9.0, 9.0])
-
-
 def _leaves(rank, folder):
     """Rank 0 begins anew while sums wait for rank 1, which takes no part until that is done."""
     dist.init_process_group("gloo")
@@ -218,30 +174,6 @@ def test_a_worker_begins_anew_while_a_call_of_its_earlier_groups_is_stuck(tmp_pa
     first, seen = run_ranks(_leaves, 2, tmp_path, start="fork")
     assert first == (1.0, [True, True], [None, None])
     assert seen
-
-
-def _freed(rank):
-    """In which order the parts of a model are freed that outlives the default group."""
-    from lightning_hetero.accelerate import HeteroAccelerator
-
-    freed, accelerator = [], HeteroAccelerator(cpu=True)
-    model, batches = accelerator.prepare(torch.nn.Linear(2, 2), DataLoader(torch.ones(8, 2), 2))
-    for x in batches:
-        accelerator.backward(model(x).sum())
-    accelerator.free_memory()
-    for name in ("reducer", "logger", "process_group"):
-        weakref.finalize(getattr(model, name), freed.append, name)
-    dist.destroy_process_group()
-    del model
-    gc.collect()
-    return freed
-
-
-def test_a_model_keeps_its_group_until_its_reducer_is_gone():
-    """A reducer that frees the group would hold the interpreter's lock and wait for a thread that needs it."""
-    for freed in run_ranks(_freed, 2, start="fork"):
-        assert set(freed[:2]) == {"reducer", "logger"}
-        assert freed[2:] == ["process_group"]
 
 
 # steps
