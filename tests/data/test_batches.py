@@ -79,11 +79,6 @@ def test_a_function_that_cuts_tells_how_the_rows_are_counted(images):
         rows_by({"x": IMAGES[0]}, lambda batch, start, stop: batch)
 
 
-def test_batches_that_the_user_weights_need_not_be_counted():
-    assert counted_rows(True)(object()) == 1
-    assert counted_rows(False)([[1, 2], [3, 4]]) == 2
-
-
 @pytest.mark.parametrize(
     ("act", "error", "says"),
     [

@@ -142,10 +142,3 @@ def test_a_rank_without_a_share_gets_nothing_of_a_division():
     first, second = (UnevenBatchSampler(stream, lambda: history, r, min_local=2, division=division) for r in (0, 1))
     assert sorted(next(iter(first))) == list(range(8))
     assert [len(batch) for batch in second] == [2]
-
-
-def test_ranks_compare_ratios_of_costs_weights_and_bounds():
-    division = CostDivision(COSTS, SUM)
-    others = CostDivision(COSTS + 1, SUM), CostDivision(COSTS, PADDED), CostDivision(COSTS, SUM, min_local=2)
-    assert len({one.fingerprint() for one in (division, *others)}) == 4
-    assert CostDivision(COSTS * 4, SUM).fingerprint() == division.fingerprint()

@@ -12,7 +12,6 @@ from torch.utils.data import DistributedSampler, RandomSampler, SequentialSample
 
 from lightning_hetero.core import BatchPlan, PlanEntry, PlanHistory
 from lightning_hetero.core.batching.cost.weights import CostWeights
-from lightning_hetero.core.batching.integer_split import joint_sizes
 from lightning_hetero.data import (
     BroadcastStream,
     EvaluationBatchSampler,
@@ -187,19 +186,6 @@ def in_order(samples, per_rank, drop_last=False):
     return SampleSource(PermutationStream(samples, shuffle=False, seed=0), per_rank, drop_last=drop_last)
 
 
-def test_a_total_is_split_within_the_limits_of_ranks_where_that_is_possible(seed):
-    draw = random.Random(seed)
-    for _ in range(200):
-        ranks, least = draw.randint(1, 4), draw.randint(1, 3)
-        most = [draw.randint(least, 9) for _ in range(ranks)]
-        total = draw.randint(1, sum(most))
-        (sizes,) = joint_sizes([total], [draw.randint(least, m) for m in most], min_local=least, max_local=most)
-        choices = [[0, *range(least, limit + 1)] for limit in most]
-        assert sum(sizes) == total
-        possible = any(sum(choice) == total for choice in itertools.product(*choices))
-        assert not possible or all(size in allowed for size, allowed in zip(sizes, choices, strict=True))
-
-
 def test_a_step_of_several_loaders_keeps_to_bounds_and_ranks_without_a_share_run_enough():
     bounded = UnitSampler(LoaderSet([in_order(8, 4)]), lambda: plans((0, 0, (7, 1))), 0, max_local=(5, 5))
     assert bounded.sizes_at(0, 0) == (5, 3)
@@ -277,14 +263,6 @@ class Passes:
         return iter(torch.randperm(8, generator=self.generator).reshape(4, 2).tolist())
 
 
-class Global:
-    """Draws from the generators of the process."""
-
-    def __iter__(self):
-        order = torch.randperm(8) if random.random() < 0.5 else torch.from_numpy(np.random.permutation(8))
-        yield from order.reshape(4, 2).tolist()
-
-
 def seeded_stream(sampler):
     return SamplerStream(sampler, seed=7).indices
 
@@ -294,7 +272,6 @@ ORDERS = {
     "weighted, a generator": lambda: seeded_stream(WeightedRandomSampler([1.0, 2.0, 3.0], 30, generator=generator(5))),
     "distributed": lambda: seeded_stream(DistributedSampler(range(30), 1, 0)),
     "batches": lambda: SeededUnits(Passes(), seed=7).units,
-    "batches of the process": lambda: SeededUnits(Global(), seed=7).units,
 }
 
 
@@ -362,7 +339,3 @@ class Fails:
 def test_orders_that_cannot_be_are_refused(make, error, says):
     with pytest.raises(error, match=says):
         make()
-
-
-def test_one_large_batch_is_no_sampler_without_an_end():
-    assert len(SeededUnits([[0] * 2**21], seed=0, samples=2**19).units(0)) == 1

@@ -178,11 +178,6 @@ def test_ragged_last_batches_may_be_dropped(shard):
     assert len(taken(results)) == 72
 
 
-def test_no_sample_at_all_is_an_epoch_of_no_steps():
-    history = plans((0, 0, (2, 2)))
-    assert on_threads(2, lambda peer: list(sampler_of(peer, "mine", Numbered([]), history))) == [[], []]
-
-
 @pytest.mark.parametrize("shard", ["mine", "whole"])
 def test_steps_that_wait_for_others_or_are_ragged_are_not_timed(shard):
     data = [Numbered(range(20)), Numbered(range(20, 30))] if shard == "mine" else data_of("whole", 2, 45)
@@ -207,17 +202,6 @@ def test_what_a_rank_has_finished_stays_finished():
     for stop in range(1, len(passed("claim", *given)[0]["seen"])):
         first = passed("claim", *given, steps=stop)
         assert taken(first, passed("claim", *given, start=(0, stop), state=first[0]["state"])) == list(range(11))
-
-
-def test_another_kind_of_share_may_begin_between_epochs_only():
-    state = {"shard": "mine", "epoch": 1}
-    alone("whole", Numbered(range(20)), (4,), start=(1, 0)).resume_from(state)
-    with pytest.raises(ValueError, match="shard='mine'"):
-        alone("whole", Numbered(range(20)), (4,), start=(1, 2)).resume_from(state)
-    sampler = alone("whole", Numbered(range(20)), (4,), start=(1, 3))
-    assert len(list(sampler)) == 2
-    sampler.set_epoch(0)
-    assert len(list(sampler)) == 5, "an earlier epoch than that of the state begins at its start"
 
 
 # lengths, and how far ranks draw ahead
@@ -320,9 +304,6 @@ def test_loaders_with_other_batches_keep_their_class_and_attributes():
     other = with_batches(loader, [["a"], ["b"]])
     assert (list(other), len(other), other.batches) == ([["a"], ["b"]], 2, loader.batches)
     assert not hasattr(other, "__torch__")
-
-
-# shards that are claimed
 
 
 # checksums by which ranks compare what they read

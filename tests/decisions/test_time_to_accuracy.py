@@ -148,11 +148,6 @@ def test_the_total_follows_link_and_profile_at_the_rate_of_the_script(tmp_path):
     assert sizes[-1] == 40, "the next batches are those of the plan"
 
 
-def test_a_stall_of_one_step_changes_nothing():
-    results = run({20: 7.2e3, 21: FAT}, max_steps=44)
-    assert len(set(results[0]["densities"][16:])) == 1
-
-
 @pytest.mark.parametrize(
     ("given", "error", "says"),
     [
@@ -166,13 +161,6 @@ def test_a_stall_of_one_step_changes_nothing():
 def test_wrong_arguments_are_refused_by_name(given, error, says):
     with pytest.raises(error, match=re.escape(says)):
         TTACallback(**given)
-
-
-def test_a_file_that_is_no_profile_is_refused(tmp_path):
-    path = tmp_path / "profile.json"
-    path.write_text("{}")
-    with pytest.raises(ValueError, match="no convergence profile"):
-        TTACallback(profile=path)
 
 
 def _refused(rank):

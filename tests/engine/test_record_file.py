@@ -1,8 +1,6 @@
 """The file of a record: complete, bounded, readable at any moment, and no danger to the run."""
 
 import errno
-import os
-import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -93,34 +91,19 @@ def test_changes_outlive_rounds_and_are_bounded_as_well(tmp_path, reason):
     assert read(tmp_path).changes[-1].step == 999
 
 
-def test_a_command_whose_bytes_are_no_text_is_recorded(tmp_path):
-    file = RunFile(900)
-    file.write(header(2, command=("train.py", "caf\udce9")))
-    file.open(tmp_path)
-    for i in range(20):
-        file.write(a_round(i))
-    assert read(tmp_path).header.command[0] == "train.py"
-    assert read(tmp_path).rounds == file.run.rounds
-
-
-@pytest.mark.parametrize("moment", ["append", "rewrite", "replace", "gone", "no folder"])
+@pytest.mark.parametrize("moment", ["append", "rewrite", "no folder"])
 def test_a_disk_that_fails_ends_the_file_alone(tmp_path, caplog, monkeypatch, moment):
     """What was written before can be read; the rest is in memory; it is said once."""
     folder = tmp_path / "logs"
     if moment == "no folder":
         folder.write_text("not a folder")
-    file = written(folder, rounds=4, max_bytes=1200 if moment in ("rewrite", "replace", "gone") else 10**6)
+    file = written(folder, rounds=4, max_bytes=1200 if moment == "rewrite" else 10**6)
     before = None if moment == "no folder" else read(folder)
 
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    if moment == "gone":
-        shutil.rmtree(folder)
-        folder.write_text("not a folder")
-    elif moment == "replace":
-        monkeypatch.setattr(os, "replace", full)
-    elif moment != "no folder":
+    if moment != "no folder":
         monkeypatch.setattr("builtins.open", full)
     for i in range(4, 40):
         file.write(a_round(i))
@@ -128,7 +111,7 @@ def test_a_disk_that_fails_ends_the_file_alone(tmp_path, caplog, monkeypatch, mo
     assert file.path is None
     assert file.run.rounds[-1].step == 39
     assert len(caplog.messages) == 1
-    if moment in ("append", "rewrite", "replace"):
+    if moment != "no folder":
         after = read(folder)
         assert after.header == before.header
         assert len(after.rounds) >= len(before.rounds) - 1

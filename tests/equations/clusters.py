@@ -59,12 +59,6 @@ def measure(cluster, sizes, rng, *, steps=10, noise=0.02, sent=0.0):
     return StepObservations(b, forward, backward, first, over, last, np.repeat(done, len(q), axis=1))
 
 
-def joined(*seen):
-    """The steps of several observations, one after the other."""
-    rows = [np.stack([getattr(one, name) for name in StepObservations.FIELDS], axis=2) for one in seen]
-    return StepObservations.from_array(np.concatenate(rows))
-
-
 def even_plan(context):
     return BatchPlan(context.total_batch_size, even_sizes(context.total_batch_size, len(context.identities)))
 

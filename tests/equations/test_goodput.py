@@ -1,9 +1,7 @@
-"""Goodput of a total batch (C sec. 4.1 and 4.5): its formula, brute force over splits, what is kept of candidates."""
+"""Goodput of a total batch (C sec. 4.1 and 4.5): its formula and brute force over splits."""
 
 import itertools
-import json
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -16,15 +14,13 @@ from lightning_hetero.core.batching.goodput import (
     efficiency,
     windows_of,
 )
-from lightning_hetero.core.batching.optperf import solve_optperf, solve_step_times
-from lightning_hetero.core.batching.optperf_cache import SolvedTotals, goodput_table
+from lightning_hetero.core.batching.optperf import solve_step_times
+from lightning_hetero.core.batching.optperf_cache import goodput_table
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
 
 FAST, SLOW = NodeTimeModel(0.001, 0.01, 0.002, 0.004), NodeTimeModel(0.003, 0.02, 0.005, 0.006)
 CLUSTER = ClusterTimeModel((FAST, SLOW), gamma=0.3, t_o=0.02, t_u=0.005)
 TOTALS = candidate_totals(8, 4096)
-WINDOWS = tuple((total, 1) for total in TOTALS)
-BOUNDS = (1, 1), None
 
 
 def table(noise_scale, totals=TOTALS, cluster=CLUSTER, **bounds):
@@ -116,33 +112,3 @@ def test_noise_alone_picks_the_highest_throughput_none_the_shortest_step_and_unk
         assert choose_total(table(math.nan), current, hysteresis=0.0).total_batch_size == current
         chosen = choose_total(table(500.0), current)
         assert choose_total(table(500.0), chosen.total_batch_size) == chosen
-
-
-# what is kept from one choice to the next (C sec. 4.5)
-
-
-def test_times_are_kept_while_bottlenecks_stay_and_all_drift_by_a_percent_at_most():
-    known = SolvedTotals.solve(CLUSTER, WINDOWS, *BOUNDS)
-    assert list(known.times(WINDOWS).values()) == pytest.approx(solve_step_times(CLUSTER, TOTALS).tolist(), rel=1e-12)
-    newest = replace(CLUSTER, nodes=(FAST, replace(SLOW, s=0.02002)))
-    fresh = SolvedTotals.solve(newest, WINDOWS, *BOUNDS).times(WINDOWS)
-    for window, seconds in known.renewed(newest, [WINDOWS[20]]).times(WINDOWS).items():
-        assert seconds == (fresh if window == WINDOWS[20] else known.times(WINDOWS))[window]
-    drifting = itertools.takewhile(
-        lambda factor: known.renewed(replace(CLUSTER, nodes=(FAST, replace(SLOW, k=0.005 * factor))), WINDOWS[-1:]),
-        (1.01**looks for looks in range(20)),
-    )
-    assert 3 <= len(list(drifting)) <= 7
-
-
-def test_what_is_kept_holds_for_its_bounds_and_candidates_and_comes_back_from_json():
-    known = SolvedTotals.solve(CLUSTER, WINDOWS[:20], (1, 1), (900, 900))
-    assert known.holds(WINDOWS[3:9], (1, 1), (900, 900))
-    others = [(WINDOWS[3:21], (1, 1), (900, 900)), (WINDOWS[:9], (1, 2), (900, 900)), (WINDOWS[:9], (1, 1), None)]
-    assert not any(known.holds(*other) for other in others)
-    units = SolvedTotals.solve(CLUSTER, [(8, 1), (16, 2), (64, 4)], (2, 2), (20, 30), 2).renewed(CLUSTER, [(16, 2)])
-    for one in (known, units, SolvedTotals()):
-        assert SolvedTotals.from_state_dict(json.loads(json.dumps(one.state_dict()))) == one
-    whole = CLUSTER.accumulated(2)
-    best = solve_optperf(whole, 8, min_local=2, multiple=2).step_time
-    assert units.times([(16, 2)])[16, 2] == pytest.approx(best)

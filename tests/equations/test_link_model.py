@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from lightning_hetero.core.link.bandwidth import LinkEstimate
 from lightning_hetero.core.link.clusters import check_clusters, check_hierarchy, clusters_by_name, clusters_by_time
 from lightning_hetero.core.link.diagnosis import CommunicationBound, network_waits
-from lightning_hetero.core.link.message_link import MessageLink, without_messages
+from lightning_hetero.core.link.message_link import MessageLink
 from lightning_hetero.core.link.message_size import MessageSize
 from lightning_hetero.core.link.message_times import MessageTimes
-from lightning_hetero.core.link.staleness import BucketTimes, StaleHysteresis, choose_synchronous
+from lightning_hetero.core.link.staleness import BucketTimes, choose_synchronous
 from lightning_hetero.core.observations import StepObservations
 
 # rates
@@ -78,20 +78,6 @@ def test_the_slowest_worker_counts():
     assert MessageLink(0.1, SIZE, (LinkEstimate(1.0), LinkEstimate())).rates == ()
 
 
-def test_steps_that_hide_their_messages_say_nothing_of_waiting():
-    """Else a step that is as long as its messages would look shorter than its own computing."""
-    rows = np.full((4, 2), 0.1)
-    observed = StepObservations(rows, rows, rows, rows, rows, rows, 2 * rows)
-    for stale, sync, step in [(False, 0.04, 0.14), (True, 0.0, np.nan)]:
-        bare = without_messages(observed, MessageLink(0.1, SIZE, (), seconds=0.06, stale=stale))
-        np.testing.assert_allclose(bare.last_sync, sync)
-        np.testing.assert_allclose(bare.step_time, step)
-        np.testing.assert_array_equal(bare.compute, observed.compute)
-    long = without_messages(observed, MessageLink(0.1, SIZE, (), seconds=9.0))
-    assert (long.last_sync.max(), long.step_time.max()) == (0.0, 1e-9)
-    assert without_messages(observed, None) is observed
-
-
 # which buckets are stale
 
 seconds = st.floats(0.0, 10.0)
@@ -128,30 +114,6 @@ def test_as_many_are_fresh_as_fit(times):
     assert (choice.step_time, choice.all_synchronous) == (steps[choice.synchronous], steps[n])
     bound = sum(times.transfer) > 1.02 * times.compute
     assert choice.communication_bound == bound == ("communication-bound" in choice.describe())
-
-
-@given(links, st.data())
-def test_more_are_fresh_only_if_they_fit_on_a_link_that_is_slower_by_a_quarter(times, data):
-    before = data.draw(st.integers(0, len(times.ready)))
-    fresh = choose_synchronous(times, before).synchronous
-    if fresh > before:
-        assert all(times.slowed(f).step_time(fresh) <= 1.02 * times.slowed(f).step_time(0) for f in (0.8, 1.0, 1.25))
-    assert choose_synchronous(times, fresh).synchronous == fresh, "a choice for a steady link stays"
-
-
-def observed(state, stale, gain, rounds):
-    for _ in range(rounds):
-        state, stale = state.observe(stale, gain)
-    return state, stale
-
-
-def test_messages_become_stale_slowly_and_stay_so_while_that_gains_anything():
-    """What made them so, 5 % in three rounds in a row, has to be five times what keeps them so."""
-    state, stale = observed(StaleHysteresis(), False, 0.2, 2)
-    state, stale = observed(state, stale, 0.04, 1)  # a round that speaks against it begins the count anew
-    assert not observed(state, stale, 0.2, 2)[1]
-    for gain, stale, then in ((0.03, False, False), (0.03, True, True), (0.005, True, False), (0.06, False, True)):
-        assert observed(StaleHysteresis(), stale, gain, 3)[1] is then
 
 
 # clusters
@@ -193,15 +155,15 @@ def test_clusters_that_cannot_be_are_refused(hierarchy, error):
 COMPUTE = 0.1
 
 
-def steps_of(arrival, transfer, *, handling=0.0):
+def steps_of(arrival, transfer):
     """Workers that are ready after ``arrival`` (steps, workers), and sums that take ``transfer`` seconds from the last.
 
     Of two buckets, the first is ready at half the backward pass, and the second crosses the link behind it.
     """
     arrival, transfer = np.array(arrival, dtype=float), np.reshape(transfer, (-1, 1))
     backward, last, zeros = 0.5 * arrival, arrival.max(axis=1, keepdims=True) + transfer, np.zeros_like(arrival)
-    wait = last - np.maximum(arrival, np.maximum(0.75 * arrival, last - transfer / 2)) + handling
-    ends = (last + handling - arrival + backward)[:, :, None]
+    wait = last - np.maximum(arrival, np.maximum(0.75 * arrival, last - transfer / 2))
+    ends = (last - arrival + backward)[:, :, None]
     return StepObservations(
         zeros + 8, 0.5 * arrival, backward, 0.5 * backward, zeros, wait, zeros + np.nan, bucket_ends=ends
     )
@@ -220,17 +182,8 @@ def test_the_wait_is_that_of_the_worker_that_comes_last():
     assert network_waits(StepObservations.empty(2)).shape == (0, 2)
 
 
-def test_selecting_and_merging_is_no_network():
-    """Handling takes half a second of each step, messages 10 ms; in the second step the link stalls."""
-    steps = steps_of([[0.1, 0.1]] * 3, [0.01, 5.0, 0.01], handling=0.5)
-    np.testing.assert_allclose(network_waits(steps, message_seconds=0.01)[:, 0], [0.01, 5.0, 0.01])
-
-
-def look(state, wait, steps=8, compute=COMPUTE, stall=None, **kwargs):
-    rows = np.broadcast_to([wait, compute], (steps, 2)).copy()
-    if stall:
-        rows[1, 0] = stall
-    return state.observe(rows, **kwargs)
+def look(state, wait, compute=COMPUTE):
+    return state.observe(np.broadcast_to([wait, compute], (8, 2)))
 
 
 @pytest.mark.parametrize(
@@ -250,24 +203,3 @@ def test_what_is_said_of_a_link_and_when(waits, expected):
             said[number] = state.bound
     assert said == expected
     assert not look(CommunicationBound(), 0.02, compute=0.002)[1], "jitter of a busy machine"
-
-
-def test_a_stall_of_one_step_counts_if_steps_wait_for_longer_than_they_compute_because_of_it():
-    state, news = look(CommunicationBound(), 0.01, 32, stall=5.0)
-    assert (news, state.lasting) == (True, False)
-    assert "Mbit/s" not in state.describe(4.7e6), "no rate of the link follows from that"
-    state, news = look(state, 0.01)
-    assert (state.bound, news) == (False, True)
-    assert state.describe(4.7e6).startswith("no longer communication-bound")
-    assert not look(CommunicationBound(), 0.01, stall=0.9)[1]
-
-
-def test_a_slow_link_is_said_with_numbers_and_looks_with_few_steps_add_up():
-    state, _ = look(CommunicationBound(), 36.0, compute=0.02, steps=4)
-    assert all(number in state.describe(4.7e6) for number in ("36 s", "0.02 s", "4.7 MB", "1.04 Mbit/s"))
-    state, said = CommunicationBound(), []
-    for wait in [0.01] * 4 + [5.0] + [0.01] * 10:
-        state, news = look(state, wait, steps=1)
-        said.append(news and state.bound)
-    assert (said.count(True), state.bound) == (1, False)
-    assert state.observe(np.zeros((0, 2))) == (state, False), "a sync round without a step"

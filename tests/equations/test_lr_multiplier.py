@@ -63,6 +63,7 @@ def test_every_group_of_every_optimizer_and_groups_that_are_added():
     first = torch.optim.SGD([{"params": [a], "lr": 0.1}, {"params": [b], "lr": 0.01}])
     second = torch.optim.SGD([c], lr=1.0)
     gain = LearningRateMultiplier([first, second], lambda: 2.0)
+    assert LearningRateGain is LearningRateMultiplier, "its former name"
     assert step(first) == pytest.approx([0.2, 0.02])
     assert step(second) == pytest.approx([2.0])
     assert gain.steps == 2.0, "counted by the steps of the first one"
@@ -134,17 +135,6 @@ def test_steps_that_fail_take_the_factor_once():
         step(optimizer, gradient=math.nan)
     gain.remove()
     assert rates(optimizer) == [0.1]
-
-
-def test_removed_it_is_gone_and_another_may_follow():
-    optimizer = sgd()
-    gain = LearningRateMultiplier([optimizer], lambda: 2.0)
-    for _ in range(2):
-        gain.remove()
-    assert step(optimizer) == pytest.approx([0.1])
-    LearningRateMultiplier([optimizer], lambda: 3.0)
-    assert step(optimizer) == pytest.approx([0.3])
-    assert LearningRateGain is LearningRateMultiplier
 
 
 def test_checkpoints_and_copies_of_the_optimizer_are_without_a_trace():

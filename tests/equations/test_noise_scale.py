@@ -25,7 +25,6 @@ from lightning_hetero.core.noise.running import RunningNoiseScale
 
 seeds = st.integers(0, 2**32 - 1)
 batches = st.lists(st.integers(1, 200), min_size=2, max_size=6)
-every_method = pytest.mark.parametrize("method", METHODS)
 
 
 def coefficients(estimate, count):
@@ -191,35 +190,6 @@ def test_estimates_over_a_window_are_unbiased_from_whatever_part_of_the_norms_a_
         own = [found.part(i, divided=divided) for i in range(ranks)]
         whole = np.full(ranks, 1.5 / ranks if divided else 1.5)
         assert np.einsum("irk,ki->r", own, [*drawn, whole]) == pytest.approx(expected, rel=1e-6, abs=1e-6 * scale)
-
-
-@every_method
-@pytest.mark.parametrize("sizes", [(2, 6), (16, 4, 2, 2), (1, 1, 1, 125), (8, 0, 4)], ids=str)
-def test_windows_of_equal_micro_batches_are_the_plain_estimators(sizes, method):
-    total, n, local, whole = sum(sizes), len(sizes), np.linspace(2.0, 5.0, len(sizes)), 1.5
-    for count, divisor in ((1, None), (3, None), (2, 4)):
-        cut = (count / (divisor or count)) ** 2
-        found = window_estimator((sizes,) * count, divisor=divisor, method=method)
-        weighted = local * (n * np.array(sizes) / total) ** 2 * cut
-        trace, square = np.einsum("irk,ki->r", found.parts, [0 * local, weighted, np.full(n, whole * cut)])
-        expected = estimate_noise_scale(local, whole, [count * b for b in sizes], method=method)
-        assert (found.samples, trace) == pytest.approx((count * total, expected.trace))
-        assert square - trace / found.samples == pytest.approx(expected.grad_sq_norm)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "how"),
-    [
-        (((7,), (2,)), {"nested": True}),  # the mean of both is noisier than the first
-        (((0, 0),), {}),
-        (((100, 0), (0, 2)), {}),
-        (((60, 2), (1, 4)), {}),  # less than half of the degree of freedom is kept
-        (((4, 4),), {"exact": False}),
-    ],
-)
-@np.errstate(invalid="ignore")
-def test_windows_that_tell_nothing_are_left_out(sizes, how):
-    assert window_estimator(sizes, **how) is None
 
 
 # the running average

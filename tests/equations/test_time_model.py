@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from lightning_hetero.core.compression.auto import Computing
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.timing.cost.features import FEATURES, share_features
-from lightning_hetero.core.timing.cost.model import CostFit, fit_cost, reduced_to_plan
+from lightning_hetero.core.timing.cost.model import fit_cost, reduced_to_plan
 from lightning_hetero.core.timing.fitting import estimate_gamma, estimate_sync_times, fit_line, steps_that_tell
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
-from lightning_hetero.core.timing.winsorized_mean import winsorized_mean
 from tests.equations.clusters import measure
 
 seconds = st.floats(0, 10)
@@ -118,18 +117,6 @@ def test_the_fit_of_exact_times_is_exact(nodes, gamma, t_o, t_u, sizes):
         ClusterTimeModel.fit(StepObservations.empty(2))
 
 
-def test_odd_steps_at_a_size_count_as_the_longest_of_the_rest():
-    """A worker at two sizes, of which one was seen more often, and one step of each took a hundred times as long."""
-    b = np.array([10.0] * 12 + [20.0] * 4)[:, None]
-    forward = 0.01 * b + 0.1
-    forward[[3, 13]] *= 100
-    zeros = np.zeros_like(b)
-    (node,) = ClusterTimeModel.fit(StepObservations(b, forward, 2 * b, b, zeros, zeros, zeros)).nodes
-    assert (node.q, node.s, node.k, node.m) == pytest.approx((0.01, 0.1, 2.0, 0.0))
-    assert winsorized_mean(np.array([1.0, 2.0, 3.0, 90.0])) == 2.25, "of up to ten, one"
-    assert winsorized_mean(np.array([1.0, 1.0, 1.0, 1.0, 6.0] * 4)) == 2.0, "what takes long often is in the mean"
-
-
 @pytest.mark.parametrize(
     ("x", "y", "line"),
     [
@@ -200,18 +187,6 @@ def test_steps_that_are_no_steps_do_not_count(name, seed):
     found = fit(work, times)
     np.testing.assert_allclose(np.array(found.theta) / found.theta[2], PADDED, atol=0.3)
     np.testing.assert_allclose(np.array(found.slope) / found.slope[0], SPEEDS, rtol=0.2)
-
-
-def test_a_worker_without_samples_has_no_line_and_few_steps_teach_nothing():
-    work = shares(60, 2)
-    times = times_of(work, PADDED)
-    work[:, 1], times[:, 1] = 0.0, 0.0
-    found = fit(work, times)
-    assert (found.fixed[1], found.slope[2] / found.slope[0]) == (0.0, pytest.approx(4.0, rel=0.15))
-    assert fit(work[:7], times[:7]) is None
-    assert fit(work[:8], times[:8]) is not None
-    assert fit(0 * work, times) is fit(work, 0 * times) is None
-    assert CostFit(COST, (0.2, 1.0), (0.1, 0.0), 0.0).fixed_work == (2.0, 1e12)
 
 
 def observed(work, theta):

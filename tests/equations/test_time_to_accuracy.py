@@ -133,18 +133,6 @@ def test_messages_are_late_only_where_that_is_worth_its_price_and_after_less_was
     assert free.stale, "a profile's probe trainings had late gradients, so that they cost no more"
 
 
-def test_a_young_training_sends_less_by_and_by():
-    """What a cut holds back counts as a share of the steps so far; a profile knows it from its probes."""
-    old, young = (Training(planner(), density=0.1, step=step).run(20e6, 14) for step in (100_000, 0))
-    moves = [(8 * (n + 2), a, b) for n, (a, b) in enumerate(itertools.pairwise(young.densities)) if a != b]
-    assert len(changes([0.1, *old.densities])) == 1
-    assert len(moves) > 1
-    assert all(b < a and 1 / b - 1 / a < steps for steps, a, b in moves), moves
-    assert young.density > 2 * old.density
-    told = planner(profile=lambda density, total: -0.1 * np.log10(density))
-    assert Training(told, density=0.1, step=0).run(20e6, 3).density < 0.01
-
-
 def test_the_density_stays_within_its_bounds_and_growth_and_a_link_of_next_to_nothing_is_said():
     assert Training(planner(max_density=0.1), density=0.9).run(1e9, 3).density == 0.1
     assert Training(planner(min_density=0.05), density=0.001).run(1e5, 3).density == 0.05
@@ -159,23 +147,13 @@ def test_the_density_stays_within_its_bounds_and_growth_and_a_link_of_next_to_no
     assert "communication-bound" in poor.decision.density.describe()
 
 
-def test_predictions_include_the_messages_and_a_decision_says_all_that_follows():
+def test_predictions_include_the_messages():
     training = Training(planner()).run(10e6, 7)
     where = replace(training.context, link=replace(training.context.link, density=training.density))
     seconds = training.compute + training.crossing(10e6)
     assert training.planner.predict(training.plan, where) == pytest.approx(seconds, rel=0.05)
     stale = replace(where, link=replace(where.link, stale=True))
     assert training.planner.predict(training.plan, stale) == pytest.approx(training.compute, rel=0.05)
-    nothing = StepObservations.empty(2)
-    decision = training.planner.decide(nothing, BatchPlan(40, (20, 20)), replace(where, accumulation=2))
-    assert decision.density.total_batch_size == 80
-    assert (decision.soon, decision.error > 0) == (True, True)
-    thin = replace(where, link=replace(where.link, estimates=(LinkEstimate(1e6),) * 2))
-    for context, less in ((where, False), (thin, True)):
-        decision = training.planner.decide(nothing, training.plan, context)
-        assert (decision.density.density < training.density, decision.soon) == (less, less)
-    alone = planner().decide(nothing, training.plan, replace(where, link=None))
-    assert (alone.density, alone.planner.density) == (None, None)
 
 
 def test_the_papers_rule_of_idle_time_moves_five_percent_at_a_time():

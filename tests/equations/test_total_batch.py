@@ -10,7 +10,6 @@ from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.goodput import GoodputPlanner
-from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
 from tests.equations import clusters
 from tests.equations.clusters import line_workers, measure
 
@@ -87,14 +86,6 @@ def test_a_change_of_the_total_has_to_gain_enough_and_to_pay():
     assert decided(planner(), (30, 10), 1e6)[2].soon, "more is likely to follow"
 
 
-def test_steps_pass_between_two_changes():
-    state = planner(min_steps=20, steps=0)
-    for observed, expected in ((8, 40), (16, 40), (20, 80)):
-        total, split, decision = decided(state, (30, 10), 1e6, seen((30, 10), times=observed - state.steps))
-        assert total == expected
-        state = decision.planner
-
-
 @pytest.mark.parametrize("start", [naive, planner])
 def test_while_noise_or_the_first_total_is_unknown_only_the_split_changes(start):
     for before, phi in ((start(), None), (start(), UNKNOWN), (start(initial_total=None), 1e6)):
@@ -135,12 +126,6 @@ def test_one_size_known_is_explored_and_wastes_a_fifth_of_the_samples_at_most(ph
     assert phi == 1e6 or (phi + 40) / (phi + total) >= 0.8
 
 
-def test_exploring_goes_below_where_there_is_no_room_above_and_not_at_all_where_there_is_none():
-    assert abs(decided(naive(40), (20, 20), 1e6, seen((20, 20)))[0] - 27) <= 2
-    assert decided(naive(initial_total=3), (2, 1), 0.0, seen((2, 1)))[:2] == (2, (1, 1))
-    assert decided(naive(40, min_total_batch_size=40), (20, 20), 1e6, seen((20, 20)))[0] == 40
-
-
 # micro-batches
 
 
@@ -149,22 +134,6 @@ def test_the_number_of_micro_batches_changes_only_when_an_epoch_begins():
     assert decided(slow_link, (20, 20), 1e6, max_local=(20, 20))[2].proposal is None
     total, split, decision = decided(slow_link, (20, 20), 1e6, max_local=(20, 20), epoch_begins=True)
     assert (total, split, decision.planner.accumulation) == (80, (20, 20), 2)
-    two, bounds = planner(initial_total=42, accumulation=2), {"max_local": (40, 40), "accumulation": 2}
-    total, _, decision = decided(two, (14, 7), 0.0, epoch_begins=True, min_local=(10, 5), **bounds)
-    assert (decision.planner.accumulation, total) == (1, 21)
-    known = planner(61, replace(WORKERS, t_u=0.5), min_total_batch_size=40, hysteresis=0.0)
-    total, *_ = decided(known, (20, 20), 1e6, max_local=(20, 20), epoch_begins=True)
-    assert total == 60, "an odd total is no sum of two equal micro-batches"
-
-
-def test_a_limit_of_micro_batches_holds_where_no_bounds_are_known_and_a_window_is_one_step():
-    workers = ClusterTimeModel((NodeTimeModel(1e-3, 0.01, 0, 0), NodeTimeModel(3e-3, 0.01, 0, 0)), 1.0, 0.1, 0.0)
-    known = {"accumulation": 2, "epoch_begins": True}
-    before = planner(workers=workers, accumulation=2, micro_batch_limit=20)
-    total, split, decision = decided(before, (14, 6), 1e6, **known)
-    assert (total, decision.planner.accumulation) == (80, 4)
-    window = workers.accumulated(4)  # all but the last micro-batch are computing alone: a slow link counts once
-    assert decision.proposal.plan.step_time == pytest.approx(window.step_time(split), rel=0.05)
 
 
 def test_what_was_learned_comes_back_and_settings_are_those_of_the_new_run():

@@ -1,14 +1,13 @@
 """The trace of sampled steps against steps whose every event is known."""
 
 import json
-import math
 from collections import defaultdict
 
 import numpy as np
 import pytest
 
-from lightning_hetero.report import RoundRecord, RunRecord, read_run, trace_events
-from tests.report.runs import Cluster, header, simulated, written
+from lightning_hetero.report import read_run, trace_events
+from tests.report.runs import Cluster, simulated, written
 
 BUSY = ("data", "forward", "backward", "optimizer")
 EXACT = {
@@ -108,51 +107,3 @@ def test_rounds_follow_each_other_and_end_at_their_marks(tmp_path):
     assert len(ends_of_steps(events)[0]) == 8 * 3
     assert max(end for *_, end in events) == pytest.approx(run.rounds[-1].time, abs=2e-4)
     assert min(start for _, _, _, start, _ in events) >= 0
-
-
-def row(**changed):
-    values = {
-        **{"size": 8, "forward": 0.03, "backward": 0.06, "first_bucket": 0.02, "overlapped_sync": 0.0},
-        **{"last_sync": 0.01, "step_time": 0.2, "data": 0.01, "optimizer": 0.01},
-        **changed,
-    }
-    assert tuple(values)[:9] == RoundRecord.SAMPLED
-    return (*(values[name] for name in RoundRecord.SAMPLED), *values.get("ends", (0.03, 0.07)))
-
-
-def of_rows(*steps, count=1, **changed):
-    one = RoundRecord(5.0, 0, 9, 10, 8, (8,) * len(steps[0]), accumulation=count, sample=steps, **changed)
-    return RunRecord(header(speeds=(1.0,) * len(steps[0])), (one,))
-
-
-@pytest.mark.parametrize(
-    ("name", "rows"),
-    [
-        ("more than fits", [row(step_time=0.05)] * 2),
-        ("a step time that is not known", [row(), row(step_time=math.nan)]),
-        ("a bucket that is missing", [row(ends=(math.nan, 0.07))] * 2),
-        ("no time at all", [row(forward=0.0, backward=0.0, data=0.0, optimizer=0.0, ends=(0.0,), last_sync=0.0)] * 2),
-    ],
-)
-@pytest.mark.parametrize("count", [1, 4])
-def test_rows_that_do_not_agree_still_give_a_trace(name, rows, count):
-    events = traced(of_rows(*[rows] * 3, count=count))
-    check(events)
-    assert all(math.isfinite(value) for event in events for value in event[3:])
-
-
-def test_several_backward_passes_in_a_batch_keep_their_time():
-    events = traced(of_rows(*[[row(backward=0.1)]] * 2))
-    assert sum(end - start for _, name, _, start, end in events if name == "backward") == pytest.approx(2 * 0.1)
-
-
-@pytest.mark.parametrize("sample", [(), (((1.0, 2.0),),), ((row(forward=math.nan),),)])
-def test_a_round_without_a_usable_sample_has_no_steps(sample):
-    one = RoundRecord(5.0, 0, 9, 10, 8, (8,), sample=sample)
-    assert traced(RunRecord(header(speeds=(1.0,)), (one,))) == []
-
-
-def test_a_step_of_unknown_length_follows_the_update_of_the_one_before():
-    """Ends are 0.01 + 0.01 + 0.03 + 0.07 seconds apart: update, data, forward, and backward to its end."""
-    ends = ends_of_steps(traced(of_rows(*[[row(step_time=math.nan)]] * 3)))
-    assert np.diff(ends[0]) == pytest.approx(0.12)
