@@ -609,7 +609,8 @@ def train(fault, mode, folder, **kwargs):
         fault = replace(fault, at=0)
     try:
         given = (fault, mode, str(folder), kwargs)
-        results, errors = run_ranks(_train, ranks, *given, timeout=WALL, start="fork"), {}
+        start = "pool" if fault is None else "fork"
+        results, errors = run_ranks(_train, ranks, *given, timeout=WALL, start=start), {}
     except RankError as error:
         results, errors = None, {rank: (kind, text) for rank, kind, text in error.errors}
     counted = folder / "injected"
