@@ -14,9 +14,8 @@ from tests.ranks import RankError
 def software():
     """What the other checks rely on."""
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    tools = {tool: shutil.which(tool) or "none" for tool in ("compute-sanitizer", "nvidia-cuda-mps-control")}
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    return {"torch": torch.__version__, "C compiler": compiler or "none", "Python.h": header.exists(), **tools}
+    return {"torch": torch.__version__, "C compiler": compiler or "none", "Python.h": header.exists()}
 
 
 def _hardware(rank, device):
