@@ -87,10 +87,6 @@ class Variant:
         flags = [f"{key}={value if isinstance(value, tl.dtype) else int(value)}" for key, value in fixed.items()]
         return " ".join([self.name, *types, *flags])
 
-    def unaligned(self):
-        """The same where nothing is known of addresses."""
-        return Variant(self.name, self.function, self.signature, self.constants, (), self.num_warps)
-
     def compiled(self, target):
         source = ASTSource(
             fn=self.function,
@@ -185,24 +181,23 @@ def usage(built):
     return Usage(int(re.search(r"REG:(\d+)", told)[1]), spilled, wide)
 
 
-def build(label, target, aligned=True):
+def build(label, target):
     """Compile one variant for one target: what it takes, or the last line of why not."""
-    variant = variants()[label]
     try:
-        return usage((variant if aligned else variant.unaligned()).compiled(TARGETS[target]))
+        return usage(variants()[label].compiled(TARGETS[target]))
     except Exception as error:  # whatever the compiler says is the result
         return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 def main():
     begin, failed = time.perf_counter(), 0
-    jobs = [(label, target, aligned) for target in TARGETS for aligned in (True, False) for label in variants()]
+    jobs = [(label, target) for target in TARGETS for label in variants()]
     with ProcessPoolExecutor() as pool:
         for job, found in zip(jobs, pool.map(build, *zip(*jobs, strict=True)), strict=True):
-            label, target, aligned = job
+            label, target = job
             good = isinstance(found, Usage) and not found.spilled
             failed += not good
-            sys.stdout.write(f"{target:7} {'aligned  ' if aligned else 'unaligned'} {label:48} {found}\n")
+            sys.stdout.write(f"{target:7} {label:48} {found}\n")
     sys.stdout.write(f"{len(jobs)} builds, {failed} failed or spill, {time.perf_counter() - begin:.0f} s\n")
     return 1 if failed else 0
 

@@ -1,13 +1,8 @@
-"""Every exchange of gradients with collectives that come late, and block top-k below CUDA's sanitizer.
+"""Every exchange of gradients with collectives that come late.
 
 A missing wait shows only when a collective comes later than its reader. So each collective waits behind 20 ms of device
 time, on a stream of its own: who reads without waiting for it reads the old values, each time.
 """
-
-import os
-import shutil
-import subprocess
-import sys
 
 import lightning as L
 import torch
@@ -158,32 +153,3 @@ def delays(figures, device):
                 share = figures[f"{name}, {kind}: share off"] = off(weights, references[count][kind])
                 figures.must(share < 1e-3, f"{name}, {kind}: {100 * share:.2g} % of the weights are not the CPU's")
                 figures.must(abs(weights).max() > 0, f"{name}, {kind}: nothing was trained")
-
-
-def sanitizers(figures, device):
-    """Steps of block top-k below CUDA's memory checker."""
-    tool = shutil.which("compute-sanitizer")
-    figures["compute-sanitizer"] = tool or "not installed"
-    if not tool or device.type == "cpu":
-        ranks(one_step, 1, device)
-        return
-    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", "tests.gpu.exchanges"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    print(done.stdout[-4000:], done.stderr[-4000:])
-    figures["compute-sanitizer"] = ((done.stdout + done.stderr).strip().splitlines() or [""])[-1]
-    figures.must(done.returncode == 0, f"block top-k: {done.returncode}, {figures['compute-sanitizer']}")
-
-
-def one_step(rank, device):
-    """Some steps of block top-k with a sparse optimizer, in this very process."""
-    from tests.kernels.block_steps import BlockSteps
-
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    step = BlockSteps((70_000, 700, 1), 0.05, "bfloat16", "SparseAdamW", device)
-    for _ in range(2):
-        step()
-
-
-if __name__ == "__main__":
-    one_step(0, torch.device("cuda", 0))

@@ -1,8 +1,7 @@
-"""A rank fails while another waits for it: the other one ends in time and says who it was. Threads go on meanwhile."""
+"""A rank fails while another waits for it: the other one ends in time and says who it was."""
 
 import os
 import signal
-import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -11,7 +10,7 @@ from multiprocessing import get_context
 import torch
 from torch.utils.data import DataLoader
 
-from tests.gpu.common import busy, cycles_per_second, noted, place, ranks
+from tests.gpu.common import place
 from tests.helpers import Points, Regressor, trainer_of
 from tests.ranks import free_port
 
@@ -62,35 +61,6 @@ def _train(rank, port, kind, backend, device, patience, folder):
     trainer.fit(Fails(dtype=torch.float32), DataLoader(Points(4000, dtype=torch.float32), 2))
 
 
-def _queue(rank, device):
-    """Longest time for which a thread does not run while the main thread fills the queue of a busy device."""
-    x, over, gaps = torch.zeros(64, device=device), threading.Event(), []
-
-    def beat():
-        before = time.perf_counter()
-        while not over.is_set():
-            time.sleep(0.002)
-            now = time.perf_counter()
-            gaps.append(now - before)
-            before = now
-
-    events = []
-    if device.type == "cuda":
-        cycles_per_second()
-        torch.cuda.synchronize()
-        events = [torch.cuda.Event() for _ in range(3000)]
-    thread = threading.Thread(target=beat)
-    thread.start()
-    busy(device, 3.0 if device.type == "cuda" else 0.1)
-    for i in range(3000):  # more than a queue holds
-        x.add_(1)
-        if events:
-            events[i].record()
-    over.set()
-    thread.join()
-    return max(gaps)
-
-
 def faults(figures, device):
     """All kinds at once, each a job of its own: what takes long is to wait for a timeout."""
     real, fork, folder = device.type == "cuda", get_context("fork"), figures.folder
@@ -113,7 +83,3 @@ def faults(figures, device):
     for process in processes:
         process.kill()  # one that is stopped, too
         process.join()
-    with noted(figures, "a full queue"):
-        (gap,) = ranks(_queue, 1, device)
-        figures["longest gap of a thread, s"] = gap
-        figures.must(not real or gap < 1.0, f"a thread stands still for {gap:.1f} s behind a full queue")

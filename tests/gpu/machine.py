@@ -14,14 +14,8 @@ from tests.ranks import RankError
 def software():
     """What the other checks rely on."""
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    sanitizer = shutil.which("compute-sanitizer") or "none"
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    return {
-        "torch": torch.__version__,
-        "C compiler": compiler or "none",
-        "Python.h": header.exists(),
-        "compute-sanitizer": sanitizer,
-    }
+    return {"torch": torch.__version__, "C compiler": compiler or "none", "Python.h": header.exists()}
 
 
 def _hardware(rank, device):

@@ -1,18 +1,11 @@
-"""Steps of a language model: are their parts the wall clock's, what do they cost over DDP, and when do rounds come?"""
+"""Steps of a language model: are their parts the wall clock's, and what do they cost over DDP?"""
 
-import json
-import tempfile
-from pathlib import Path
-
-import lightning as L
 import numpy as np
 import torch
-from torch import nn
-from torch.utils.data import DataLoader
 
-from tests.gpu.common import GPT, Busy, Clock, median, noted, place, ranks
+from tests.gpu.common import GPT, Clock, median, noted, place, ranks
 from tests.gpu.outcome import Figures
-from tests.helpers import Points, trainer_of
+from tests.helpers import trainer_of
 
 PARTS = ("data_wait", "forward", "backward", "optimizer", "last_sync")
 
@@ -122,40 +115,3 @@ def overhead(figures, device):
     kinds = (list(modes()) if count > 1 else ["dense"]) if real else ["dense", "stale block top-k"]
     size = (16, 1024, 18) if real else (2, 16, 6)  # batch, tokens of a sample, steps of a training
     figures.take(ranks(_overhead, count, count, figures, device, *size, kinds, timeout=200)[0])
-
-
-def _rounds(rank, device, lead, steps, seconds, folder):
-    """Step numbers of the sync rounds of a training by the default schedule."""
-    from lightning_hetero import HeteroDDPStrategy
-
-    class Module(L.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(5, 1)
-
-        def training_step(self, batch, batch_idx):
-            return Busy.apply(self.layer(batch[0]), device, seconds / 3).square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-    clock = Clock(device, steps // 4, steps - 1, lead)
-    strategy = HeteroDDPStrategy(process_group_backend="gloo", local_batch_sizes=[4, 4], report=folder)
-    trainer = trainer_of(strategy, 1, max_epochs=1, callbacks=[clock], **place(rank, 2, device))
-    trainer.fit(Module(), DataLoader(Points(8 * steps, dtype=torch.float32), 4))
-    lines = [json.loads(line) for path in Path(folder).rglob("*.jsonl") for line in path.read_text().splitlines()]
-    return [line["step"] for line in lines if line.get("kind") == "round"], 1e3 * clock.seconds
-
-
-def rounds(figures, device):
-    real, found = device.type == "cuda", {}
-    steps, seconds = (150, 0.015) if real else (30, 0.003)
-    for lead in (0, 2):
-        with tempfile.TemporaryDirectory() as folder:
-            (found[lead], step), _ = ranks(_rounds, 2, device, lead, steps, seconds, folder)
-        gaps = np.diff([0, *found[lead]]).tolist()
-        figures.add({"rounds": found[lead], "longest gap": max(gaps, default=0), "ms of a step": step}, f"lead {lead}")
-        figures.must(found[lead], f"lead {lead}: no round was recorded")
-    if real:
-        longest = [figures[f"lead {lead}: longest gap"] for lead in (0, 2)]
-        figures.must(longest[1] <= 2 * longest[0], f"rounds are {longest[1]} steps apart if the host is ahead")

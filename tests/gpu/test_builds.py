@@ -13,23 +13,18 @@ ELSEWHERE = [
     FIRST[name] for name in FIRST if name.rpartition(".")[2] in ("accumulate", "pack", "merge", "sparse_adamw")
 ]
 
-
-CASES = [("sm_90", True, label) for label in FIRST.values()] + [
-    (target, aligned, label)
-    for target, aligned in (("sm_80", True), ("sm_100", True), ("gfx942", True), ("sm_90", False))
-    for label in ELSEWHERE
-]
+CASES = [("sm_90", label) for label in FIRST.values()]
+CASES += [(target, label) for target in ("sm_80", "sm_100", "gfx942") for label in ELSEWHERE]
 
 
-@pytest.mark.parametrize(("target", "aligned", "label"), CASES)
-def test_builds_do_not_spill_and_load_128_bits(target, aligned, label):
+@pytest.mark.parametrize(("target", "label"), CASES)
+def test_builds_do_not_spill_and_load_128_bits(target, label):
     """Widths are those of the PTX: its assembler makes one load of each vector that is aligned."""
-    found = builds.build(label, target, aligned)
+    found = builds.build(label, target)
     assert isinstance(found, builds.Usage), found
     assert not found.spilled
-    if aligned:
-        assert found.registers is None or found.registers <= (128 if target == "gfx942" else 64)
-        assert found.wide or target == "gfx942" or ALL[label].name.rpartition(".")[2] not in READS_VALUES
+    assert found.registers is None or found.registers <= (128 if target == "gfx942" else 64)
+    assert found.wide or target == "gfx942" or ALL[label].name.rpartition(".")[2] not in READS_VALUES
 
 
 def test_every_kernel_is_among_the_builds():

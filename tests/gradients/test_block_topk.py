@@ -1,16 +1,13 @@
-"""What goes wrong on the way of block top-k: messages, backward passes, parameters that nobody uses."""
+"""What goes wrong on the way of block top-k: messages and backward passes."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_hetero import BlockTopK
 from lightning_hetero.comm.collectives import async_ops
-from lightning_hetero.comm.gradients.ddp_hook import gradient_hook
 from tests.gradients.runs import Run, Way
 from tests.ranks import run_ranks
 
@@ -54,40 +51,3 @@ def test_a_backward_pass_that_failed_leaves_residuals_as_they_were(how):
         assert how != "spoiled" or "rank 1" in text
         if how != "spoiled" or rank == 0:  # what the other has sent is no more
             np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-6)
-
-
-class Parts(nn.Module):
-    """Of its two parameters one may be left out."""
-
-    def __init__(self):
-        super().__init__()
-        self.used, self.spare = nn.Parameter(torch.linspace(1, 2, 64)), nn.Parameter(torch.linspace(2, 3, 64))
-
-    def forward(self, both):
-        return self.used.square().sum() + (self.spare.square().sum() if both else 0.0)
-
-
-def _unused(rank):
-    """The residual of a parameter, and what it gets, in steps of which the second uses it on no rank."""
-    run = Run(rank, Way(replace(EXACT, density=0.25)), model=Parts())
-    run.compression.attach(run.model, hold_unused=True)
-    ddp = DistributedDataParallel(run.model, find_unused_parameters=True)
-    ddp.register_comm_hook(run.hook, gradient_hook)
-    found = []
-    for both in (True, False, True):
-        run.optimizer.zero_grad()
-        ddp(both).backward()
-        run.compression.after_backward()
-        left = run.compression.averager.residuals()["spare"]
-        found.append((left.sum().item(), run.model.spare.grad is not None and bool(run.model.spare.grad.any())))
-    return found
-
-
-def test_the_residual_of_an_unused_parameter_waits():
-    """DDP drops the gradient of a parameter that no rank has used, and what was sent of it would be lost."""
-    for (first, got), (second, nothing), (third, again) in run_ranks(_unused, 2):
-        assert got
-        assert first == second > 0
-        assert not nothing
-        assert again
-        assert third != second

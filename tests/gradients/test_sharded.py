@@ -8,10 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from lightning_hetero.comm.gradients.ddp_hook import HookState
-from lightning_hetero.comm.gradients.sharded_groups import REDUCES, WAITS, ShardedGroups, groups_of
+from lightning_hetero.comm.gradients.sharded_groups import ShardedGroups, groups_of
 from tests.ranks import run_ranks
 
 COLLECTIVES = {  # names of functions, since torch 2.13 and before
@@ -78,9 +77,9 @@ class Sharded:
     def maximum(self, tensor):
         return dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True)
 
-    def step(self, branches=("left", "right"), *, sync=True, holds=False):
+    def step(self, branches=("left", "right"), *, sync=True):
         self.net.set_requires_gradient_sync(sync)
-        self.groups.accumulate(holds)
+        self.groups.accumulate(False)
         with self.hook.backward():
             self.net(torch.ones(3, 4), branches).backward()
         self.groups.after_backward()
@@ -126,17 +125,6 @@ def test_every_collective_of_a_step_is_between_marks(ranks, shape):
         assert third == second, "the model may be trained in another way from now on"
 
 
-def _passes(rank):
-    one = Sharded((2,))
-    counted = [one.step(), one.step(sync=False), one.step(holds=True), one.step()]
-    one.groups.after_backward()
-    return [*counted, one.timer.passes]
-
-
-def test_the_last_backward_pass_of_a_step_counts():
-    assert run_ranks(_passes, 2) == [[1, 1, 1, 2, 2]] * 2
-
-
 def _unused(rank, cases):
     """Gradients of both branches, where ranks use different ones, in one pass or in two."""
     found = []
@@ -179,9 +167,3 @@ def test_an_unweighted_backward_pass_is_an_error_on_every_rank():
     errors = run_ranks(_direct, 2, True, expect_errors=True)
     assert [(kind, "manual_backward" in text) for _, kind, text in errors] == [("RuntimeError", True)] * 2
     assert run_ranks(_direct, 2, False) == [True] * 2
-
-
-@pytest.mark.parametrize("name", [*WAITS, REDUCES])
-def test_groups_have_the_methods_that_are_marked(name):
-    assert groups_of(Branches()) == []
-    assert callable(getattr(FSDPParamGroup, name, None)), USED.format(f"method of a group, {name}")

@@ -6,9 +6,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
-from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.collectives import async_ops
 from lightning_hetero.comm.staleness.deadline_queue import TransferQueue
 from lightning_hetero.comm.staleness.dense import DenseStaleAverager
@@ -173,22 +171,3 @@ def test_a_controllers_choices_reach_messages_and_rank_0_says_what_changes():
         expected = list(zip([0.4] + [0.2] * 6, stale, controlled, says, strict=True))
         assert found[:7] == expected
         assert found[7] == (0.2, False, True)
-
-
-def _dense_step_between(rank):
-    """Steps of stale messages that count as measurements of the link, around one that is sent densely."""
-    run = Run(rank, Way("block_topk(density=0.4, block=8, warmup_steps=0, dense_every=4)", stale={0: True}))
-    for step in range(8):
-        run.step(step)
-    control = ControlPlane(rank, 2)
-    rows = control.gather(run.late.pack()).reshape(2, -1, 3)
-    dist.barrier()
-    run.close()
-    control.close()
-    return rows[rank][np.isfinite(rows[rank][:, 0]), 0].tolist()
-
-
-def test_the_step_after_a_dense_one_is_no_measurement_of_the_link():
-    """It would be counted from the end of a step whose messages the timer has not seen. Here 0 and 4 are dense."""
-    for steps in run_ranks(_dense_step_between, 2):
-        assert steps == [3.0, 4.0, 7.0, 8.0]

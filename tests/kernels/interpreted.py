@@ -4,18 +4,15 @@ With `TRITON_INTERPRET=1` they are interpreted on a CPU; without, they run nativ
 ``python -m pytest tests/kernels/interpreted.py``.
 """
 
-import importlib
 import os
-from contextlib import contextmanager
 
 os.environ["KERNELS"] = "triton"  # before the tests are imported
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from lightning_hetero.compression.triton_gpu import apply_kernels, encode_kernels, launch
+from lightning_hetero.compression.triton_gpu import encode_kernels
 from lightning_hetero.compression.triton_gpu import warmup as encoder_warmup
 from lightning_hetero.optim.sparse import warmup as optimizer_warmup
 from tests.kernels.backends import DEVICE, VALUES
@@ -67,53 +64,3 @@ def test_a_step_that_comes_out_wrong_is_found_before_training():
     optimizer = KINDS["sgd"][0]([nn.Parameter(torch.ones(5, device=DEVICE))], lr=float("inf"))
     with pytest.raises(RuntimeError, match="not finite"):
         optimizer_warmup.warm(optimizer.sparse, 16, DEVICE)
-
-
-# what 32 bits do not count
-
-FAR = 2**31 // 16
-"""A slot of a message whose first element is not counted by 32 bits. What nobody touches takes no memory."""
-
-
-@contextmanager
-def beginning_with(program):
-    """Let the interpreter's first program be another one than 0, as far as it can tell.
-
-    It works on the tensors themselves: to copy them back, which changes nothing, would touch all of their memory.
-    """
-    interpreter = importlib.import_module("triton.runtime.interpreter")
-    builder = interpreter.interpreter_builder
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builder, "set_grid_idx", lambda x, y, z: setattr(builder, "grid_idx", (x + program, y, z)))
-        patch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
-        yield
-
-
-def untouched(length, dtype):
-    """Zeros that take memory where they are written only."""
-    return torch.from_numpy(np.zeros(length * dtype.itemsize, np.uint8)).view(dtype)
-
-
-def far_message():
-    chosen, values = untouched(FAR + 16, torch.int32), untouched(16 * FAR + 256, torch.int8)
-    scales, counts = untouched(FAR + 16, torch.bfloat16), torch.zeros(1, dtype=torch.int32)
-    index, residual = untouched(FAR + 16, torch.int16), torch.full((32,), 127.0)
-    chosen[FAR:] = -1
-    chosen[FAR + 3] = 1
-    shape = {"BLOCK": 16, "TILE": 16, "INT8": True, **launch.OPTIONS}
-    encode_kernels.pack[(1,)](chosen, residual, values, scales, index, counts, FAR + 16, SEGMENTS=True, **shape)
-    assert values[16 * (FAR + 3) :][:16].tolist() == [127] * 16
-    assert residual.tolist() == [127.0] * 16 + [0.0] * 16
-    merged, touched, verdict = torch.zeros(32), torch.zeros(2, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
-    apply_kernels.merge[(1,)](chosen, values, scales, merged, touched, verdict, 0, 0, 0, FAR + 16, **shape)
-    assert merged.tolist() == [0.0] * 16 + [127.0] * 16
-    assert touched.tolist() == [0, 1]
-    apply_kernels.wipe[(1, 1)](chosen, merged, verdict, 0, FAR + 16, BLOCK=16, TILE=16, **launch.OPTIONS)
-    assert not merged.any()
-
-
-if DEVICE.type == "cpu":
-
-    def test_places_beyond_2_to_the_31_are_reached():
-        with beginning_with(FAR // 16):
-            far_message()

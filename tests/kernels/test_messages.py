@@ -18,7 +18,6 @@ from lightning_hetero.compression import (
     merge,
 )
 from lightning_hetero.compression.block_gradient import GradientParts
-from lightning_hetero.compression.layout import flat_view
 from lightning_hetero.compression.reference import merge_sparse
 from lightning_hetero.compression.selectors import SelectorState
 from lightning_hetero.compression.value_codecs import CODECS
@@ -195,23 +194,8 @@ def test_a_layout_pads_to_whole_blocks_and_survives_a_checkpoint():
     assert [(s.start, s.numel, s.padded) for s in layout.slots] == [(0, 1, 16), (16, 16, 16), (32, 17, 32)]
     assert (layout.num_blocks, layout.numel) == (4, 64)
     assert Layout.from_state_dict(layout.state_dict()) == layout
-    others = [
-        ([("a", 3), ("b", 5)], 16),
-        ([("a", 3), ("c", 5)], 16),
-        ([("a", 4), ("b", 5)], 16),
-        ([("a", 3), ("b", 5)], 8),
-    ]
-    assert len({Layout.of(*other).fingerprint() for other in [*others, others[0]]}) == 4
-
-
-def test_a_parameter_is_taken_in_its_order_of_memory():
-    image = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    assert flat_view(image).data_ptr() == image.data_ptr()
-    assert torch.equal(flat_view(image), image.permute(0, 2, 3, 1).reshape(-1))
-    assert torch.equal(flat_view(torch.zeros(3, 1, 4)[:, :, :]), torch.zeros(12))
-    for gaps in (torch.randn(4, 4)[:, ::2], torch.randn(4, 1).expand(4, 4)):
-        with pytest.raises(ValueError, match="contiguous"):
-            flat_view(gaps)
+    others = [("a", 1), ("b", 16), ("d", 17)], [("a", 1), ("b", 17), ("c", 17)]
+    assert layout.fingerprint() not in [Layout.of(other, 16).fingerprint() for other in others]
 
 
 SHAPES = [(8, 32), (3, 20), (40,), (48,), (2, 3, 4, 5), (), (7,), (2, 16), (3, 1)]
@@ -243,8 +227,5 @@ def test_parts_of_a_sum_are_each_parameters_gradient(touched, dtype):
         p.grad.mul_(2.0)
         assert one.stands(p)
         assert torch.equal(one.values.view(-1).sum(), 2 * due.sum()) or dtype == torch.bfloat16
-        if p.grad.is_sparse and len(one.rows):
-            p.grad.zero_()  # leaves no places
-            assert not one.stands(p)
         p.grad = p.grad.clone()
         assert not one.stands(p)

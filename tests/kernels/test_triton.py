@@ -6,7 +6,6 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +21,6 @@ from lightning_hetero.compression import Layout, MessageFormat
 from lightning_hetero.compression.triton_gpu.encoder import TritonEncoder
 from lightning_hetero.compression.triton_gpu.warmup import launch_all
 from lightning_hetero.optim.sparse import warmup
-from lightning_hetero.optim.sparse.triton_gpu.parameter_tables import STAGED_COPIES, PinnedUpload
 from tests.gpu.builds import recording
 
 ROOT = Path(__file__).parents[2]
@@ -160,31 +158,3 @@ def test_where_kernels_fail_an_optimizer_says_why_and_what_takes_dense_steps_nee
     assert not caplog.records
     assert not warmup.kernels_work(SparseAdamW([one]).sparse, 16, torch.device("cpu"))
     assert ["SparseAdamW" in record.getMessage() for record in caplog.records] == [True]
-
-
-class Event:
-    """Stands for ``torch.cuda.Event``: knows behind which upload it was recorded last."""
-
-    now, waited = 0, []
-
-    def __init__(self):
-        self.behind = None
-
-    def record(self):
-        self.behind = Event.now
-
-    def synchronize(self):
-        Event.waited.append(self.behind)
-
-
-def test_the_host_waits_for_the_copy_of_some_steps_ago_only(monkeypatch):
-    """What a GPU is still copying is not written to, and nothing waits needlessly: a race that no result shows."""
-    zeros, pinned, device = torch.zeros, [], torch.device("cuda")
-    monkeypatch.setattr(Event, "waited", [])
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch, "zeros", lambda shape, pin_memory=None, **_: pinned.append(pin_memory) or zeros(shape))
-    upload = PinnedUpload((3,), torch.int64, device)
-    assert pinned == [None, *[True] * STAGED_COPIES], "copies from other memory would be waited for"
-    for Event.now in range(3 * STAGED_COPIES):
-        assert upload(np.full(3, Event.now)).tolist() == [Event.now] * 3
-    assert Event.waited == [*[None] * STAGED_COPIES, *range(2 * STAGED_COPIES)]

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.timing.bucket_timer import BucketTimer, busy_seconds, combine
-from lightning_hetero.comm.timing.clock import HostClock, agreed_clock, clock_for
+from lightning_hetero.comm.timing.clock import agreed_clock
 from lightning_hetero.comm.timing.message_timer import MessageTimer, message_seconds
-from lightning_hetero.comm.timing.settings import TimingSettings
 from tests.ranks import run_ranks
 from tests.timing.clocks import Hand
 
@@ -119,71 +118,27 @@ def test_a_thin_uplink_is_found_and_waiting_for_a_slow_worker_is_no_transfer(slo
 
 def test_messages_under_way_are_reported_later_and_only_those_of_the_newest_size_count():
     clock = Hand()
-    timer = MessageTimer(clock, 2, TimingSettings(max_steps=4))
+    timer = MessageTimer(clock, 2)
     arrived = timer.send(0, BYTES)
     arrived(0)
     assert rows(timer.take()) == [], "one message has not arrived"
     clock.now = 2.0
     arrived(1)
-    clock.late.add(2.0)
-    assert rows(timer.take()) == [], "the device has not reached the mark"
-    clock.late.clear()
     assert timer.rows() == [[0, BYTES, 0.0, 2.0]], "a checkpoint has them, and leaves them"
     table = timer.take()
     assert rows(table) == [[0, BYTES, 0.0, 2.0]]
     assert message_seconds(np.stack([table, timer.take()])) is None, "a step is reported once"
-    for step, num_bytes in enumerate((BYTES,) * 5 + (BYTES / 5,)):
+    for step, num_bytes in enumerate((BYTES, BYTES, BYTES / 5)):
         arrived = timer.send(step, num_bytes)
         for peer in range(2):
             clock.now += num_bytes / BYTES
             arrived(peer)
     table = timer.take()
-    assert [row[0] for row in rows(table)] == [2.0, 3.0, 4.0, 5.0], "the newest are kept"
     num_bytes, seconds = message_seconds(np.stack([table, table]))
     assert (num_bytes, seconds.tolist()) == (BYTES / 5, pytest.approx([0.2, 0.4]))
 
 
 # clocks
-
-
-class Event:
-    """Stands for ``torch.cuda.Event``: knows its moment in milliseconds and whether the device has passed it."""
-
-    recorded, passed = 0, False
-
-    def __init__(self, enable_timing=False):
-        assert enable_timing, "an event without timing cannot be read"
-
-    def record(self, stream=None):
-        assert stream == "the stream of cuda:1", "another thread's current device may be another GPU"
-        Event.recorded += 1
-        self.moment = Event.recorded * 250.0
-
-    def query(self):
-        return self.passed
-
-    def elapsed_time(self, end):
-        assert self.passed, "reading an event that was not passed is an error in CUDA"
-        return end.moment - self.moment
-
-
-def test_a_cuda_clock_records_now_and_reads_later(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
-    clock = clock_for(torch.device("cuda", 1))
-    start, end = clock.mark(), clock.mark()
-    assert clock.ready(start) is False
-    start.passed = end.passed = True
-    assert clock.ready(end) is True
-    assert clock.seconds(start, end) == 0.25
-    assert not clock.synchronous
-
-
-def test_a_worker_alone_may_compute_on_a_device_without_a_clock_and_is_told(caplog):
-    """The host's clock does not know when it has done anything."""
-    with caplog.at_level("INFO", logger="lightning_hetero"):
-        assert isinstance(agreed_clock(torch.device("xpu"), ControlPlane(0, 1)), HostClock)
-    assert "xpu" in caplog.text
 
 
 def _agreed(rank, cases):
