@@ -1,10 +1,8 @@
 """``HeteroAccelerator``: what it gathers, splits, logs, saves and refuses; its mathematics is in test_front_ends.py."""
 
-import copy
 import os
 import pickle
 from collections import UserDict, namedtuple
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +15,6 @@ from accelerate.utils import (
     DataLoaderConfiguration,
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
-    InitProcessGroupKwargs,
     ProjectConfiguration,
 )
 from torch import nn
@@ -110,32 +107,6 @@ def test_metrics_come_with_the_users_own_log_and_the_rest_at_the_end():
     assert "loss" not in rows[-1][1]
 
 
-def _evaluating(rank):
-    """An evaluation inside the training loop, with a loader that Accelerate shards evenly."""
-    accelerator = ours({"local_batch_sizes": (7, 3)})
-    model, optimizer, loader, evaluation = prepared(accelerator, loader_of(), loader_of(13, 2, shuffle=False))
-    seen, gathered = [], []
-    for epoch in range(2):
-        for number, (x, y, index) in enumerate(loader):
-            seen.append((epoch, number, index.tolist()))
-            if number == 2:
-                gathered.append([i for batch in evaluation for i in accelerator.gather_for_metrics(batch[2]).tolist()])
-            step(accelerator, model, optimizer, x, y)
-            if (epoch, number) == (0, 4):
-                break
-    accelerator.end_training()
-    return {"weights": flat(model), "seen": seen, "gathered": gathered}
-
-
-def test_an_evaluation_inside_the_loop_and_a_loop_left_early():
-    results = run_ranks(_evaluating, 2)
-    for result in results:
-        assert [sorted(indices) for indices in result["gathered"]] == [list(range(13))] * 2
-        np.testing.assert_allclose(result["weights"], replay(results, schedule=0), **EXACT)
-    second = [indices for r in results for epoch, _, indices in r["seen"] if epoch == 1]
-    assert sorted(sum(second, [])) == list(range(SAMPLES))
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(8))
@@ -184,22 +155,6 @@ def test_the_users_communication_hook_and_ddp_arguments_are_kept():
         assert all(rounded)
 
 
-def _waits_in_vain(rank):
-    accelerator = ours(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=1))])
-    store = torch.distributed.distributed_c10d._get_default_store()
-    if rank == 1:
-        store.wait(["waited"], timedelta(seconds=60))
-        return store.set("seen", "")
-    with pytest.raises(RuntimeError, match="[Tt]imed out"):
-        prepared(accelerator)
-    store.set("waited", "")
-    return store.wait(["seen"], timedelta(seconds=60))  # the store ends with this rank
-
-
-def test_a_rank_waits_for_another_no_longer_than_the_given_timeout():
-    run_ranks(_waits_in_vain, 2, start="fork")
-
-
 # gathering
 
 Pair = namedtuple("Pair", ["index", "text"])
@@ -214,7 +169,6 @@ def _gathers(rank, sizes):
         rows = accelerator.gather({"i": index, "one": torch.tensor(float(rank)), "same": torch.full((2,), rank)})
         good = {
             "mapping": UserDict(index=index, nested=(x, [index])),
-            "both": UserDict(index=index, text=texts),
             "record": Pair(index, tuple(texts)),
             "array": index.numpy(),
             "objects": [{"id": i, "mask": torch.zeros(i % 3)} for i in ids],
@@ -248,11 +202,10 @@ def test_gather_takes_any_structure_and_names_what_it_cannot(sizes):
     assert len(ids) == 7
     for result in ran:
         got = result["results"]
-        assert type(got["mapping"]) is type(got["both"]) is UserDict
+        assert type(got["mapping"]) is UserDict
         assert got["mapping"]["index"].tolist() == got["mapping"]["nested"][1][0].tolist() == ids
         assert torch.equal(got["mapping"]["nested"][0], x)
         assert (got["record"].index.tolist(), got["record"].text) == (ids, texts)
-        assert got["both"]["text"] == texts
         assert got["array"].tolist() == [sample["id"] for sample in got["objects"]] == ids
         assert [len(tensor) for tensor in got["apart"]] == [i % 3 for i in ids]
         rows = {name: value.tolist() for name, value in result["rows"].items()}
@@ -264,21 +217,12 @@ def test_gather_takes_any_structure_and_names_what_it_cannot(sizes):
 
 def _wrong(rank, what):
     accelerator = ours({"local_batch_sizes": (3, 1)})
-    if what == "rows":
-        return accelerator.prepare_data_loader(DataLoader(Stream(), None), uneven=True)
     model, loader = accelerator.prepare(network(), loader_of(batch_size=2))
     x, y, _ = next(iter(skip_first_batches(loader, 1) if what == "skipped" else loader))
     return nn.functional.mse_loss(model(x), y).backward()
 
 
-@pytest.mark.parametrize(
-    ("what", "says"),
-    [
-        ("direct backward", "loss.backward()"),
-        ("rows", "batch of type int"),
-        ("skipped", "skip_first_batches"),
-    ],
-)
+@pytest.mark.parametrize(("what", "says"), [("direct backward", "loss.backward()"), ("skipped", "skip_first_batches")])
 def test_what_cannot_be_right_is_refused_on_every_rank(what, says):
     refused(_wrong, what, says=says)
 
@@ -298,34 +242,6 @@ def _local_sgd(rank, policy):
 def test_local_sgd_is_refused_with_unequal_batches_and_averages_equal_ones():
     refused(_local_sgd, None, says="hetero_elastic", kind="RuntimeError")
     np.testing.assert_array_equal(*run_ranks(_local_sgd, 2, "even"))
-
-
-def _copies(rank):
-    accelerator, points = ours({"local_batch_sizes": [6, 2]}), Points(16)
-    model, optimizer, train, valid = prepared(accelerator, DataLoader(points, 4, shuffle=True), DataLoader(points, 4))
-
-    def train_once():
-        for x, y, _ in train:
-            step(accelerator, model, optimizer, x, y)
-
-    train_once()
-    for duplicate in (copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))):
-        again, model_again, valid_again, train_again = map(duplicate, (accelerator, model, valid, train))
-        np.testing.assert_array_equal(flat(model_again), flat(model))
-        model_again(points.x[: 4 - 3 * rank]).mean().backward()  # as plain DDP averages
-        assert [i.tolist() for *_, i in valid_again] == [list(range(n, n + 4)) for n in (4 * rank, 4 * rank + 8)]
-        assert (again.hetero_plugin.local_batch_sizes, again.num_processes) == ((6, 2), 2)
-        uses = [] if again is accelerator else [lambda again=again: again.plan]  # its deep copy is itself
-        for use in (*uses, lambda loader=train_again: list(loader)):
-            with pytest.raises(RuntimeError, match="copy"):
-                use()
-    train_once()
-    accelerator.end_training()
-    return flat(model)
-
-
-def test_copies_and_pickles_have_the_settings_and_leave_the_run_to_the_original():
-    np.testing.assert_array_equal(*run_ranks(_copies, 2))
 
 
 # states
@@ -368,34 +284,6 @@ def _saves(rank, folder, kind, sizes=(7, 3)):
 def test_states_go_to_and_from_plain_accelerate(order, tmp_path):
     for kind in order:
         np.testing.assert_array_equal(*run_ranks(_saves, 2, str(tmp_path / "state"), kind))
-
-
-def _accumulates(rank, folder, sizes):
-    """Save behind the third micro-batch of windows of two, or go on from there; when gradients were summed."""
-    accelerator = ours({"local_batch_sizes": sizes}, gradient_accumulation_steps=2)
-    model, optimizer, loader = prepared(accelerator)
-    resumed, summed = os.path.isdir(folder), []
-    if resumed:
-        accelerator.load_state(folder)
-    for i, (x, y, _) in enumerate(accelerator.skip_first_batches(loader) if resumed else loader, start=1):
-        with accelerator.accumulate(model):
-            step(accelerator, model, optimizer, x, y)
-            summed.append(accelerator.sync_gradients)
-        if i == 3 and not resumed:
-            accelerator.save_state(folder)
-            break
-    accelerator.end_training()
-    return summed, flat(model)
-
-
-def test_ranks_that_join_sum_gradients_with_the_others(tmp_path):
-    """A rank without a part in the state does not know how many micro-batches were counted."""
-    folder = str(tmp_path / "state")
-    run_ranks(_accumulates, 2, folder, (7, 3))
-    outcome = run_ranks(_accumulates, 3, folder, (5, 3, 2), start="fork")
-    assert [summed for summed, _ in outcome] == [[True, False, True, False, True]] * 3
-    for _, weights in outcome:
-        np.testing.assert_array_equal(weights, outcome[0][1])
 
 
 FILES = ("model.safetensors", "optimizer.bin", "random_states_1.pkl", "hetero_state.pt")

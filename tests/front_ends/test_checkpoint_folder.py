@@ -1,13 +1,10 @@
 """Folders of checkpoints: what has changed since it was written is named, and the newest whole one is found."""
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.core import DamagedCheckpointError
 from lightning_hetero.frontend.checkpoint_folder import (
     CHECKSUM_FILE,
@@ -18,7 +15,6 @@ from lightning_hetero.frontend.checkpoint_folder import (
     newest_folder,
     whole_folder,
 )
-from tests.ranks import run_ranks
 
 FILES = {"model.safetensors": b"weights" * 30, "optimizer.bin": b"state" * 30, "random_states_1.pkl": b"random" * 30}
 
@@ -82,26 +78,6 @@ def test_what_was_killed_while_it_was_written_is_not_whole(tmp_path):
     assert damage_in(written(folder)) == ""
     begin_folder(folder)  # it is written a second time
     assert damage_in(folder)
-
-
-def _ends_folder(rank, folder):
-    dist.init_process_group("gloo")
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:  # its host does not list the file yet
-            seen = lambda path: path.name != "model.safetensors" and os.path.isfile(path)  # noqa: E731
-            patch.setattr(Path, "is_file", seen)
-        control = ControlPlane(rank, 2)
-        end_folder(folder, control)
-        control.failures.end()
-
-
-def test_a_file_that_another_host_does_not_see_yet_is_whole(tmp_path):
-    begin_folder(tmp_path)
-    for name in ("a.bin", "model.safetensors"):
-        (tmp_path / name).write_bytes(b"state")
-    run_ranks(_ends_folder, 2, tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"other")
-    assert "model.safetensors" in damage_in(tmp_path)
 
 
 def test_files_of_the_users_and_folders_without_checksums_are_as_they_are(tmp_path):

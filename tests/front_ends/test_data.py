@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -16,9 +15,7 @@ from tests.loops import (
     FRONT_ENDS,
     LOSS_SETTINGS,
     SAMPLES,
-    accelerate_loop,
     every_sample_once,
-    global_batches,
     one_process,
     shuffled,
 )
@@ -131,24 +128,6 @@ def test_own_data_is_refused_where_it_would_be_split(front_end):
     errors = run_ranks(_run, 2, front_end, {"shard": "mine"}, {"loader": own_batches}, expect_errors=True)
     assert [rank for rank, *_ in errors] == [0, 1]
     assert all("shard='mine'" in message and "policy='even'" in message for *_, message in errors)
-
-
-def _layouts(rank):
-    split, dispatched = {"split_batches": True}, {"dispatch_batches": True, "split_batches": False}
-    given = {"loader": own_batches, "scheduled": False}
-    layout = DataLoaderConfiguration
-    sizes = {"local_batch_sizes": (6, 2)}
-    first = accelerate_loop(rank, sizes, 4, **given, another=True, dataloader_config=layout(**split))
-    return first, accelerate_loop(rank, {}, 4, **given, dataloader_config=layout(**dispatched))
-
-
-def test_accelerates_layouts_of_batches_are_followed():
-    """With split_batches a batch is that of all ranks; dispatched batches are left to Accelerate."""
-    split, left = zip(*run_ranks(_layouts, 2), strict=True)
-    np.testing.assert_allclose(split[0]["weights"], one_process(split)["weights"], **EXACT)
-    assert max(map(len, global_batches(split))) == 4
-    assert {i for result in left for *_, own in result["seen"] for i in own} == set(range(SAMPLES))
-    assert left[0]["history"] == []
 
 
 @every_front_end

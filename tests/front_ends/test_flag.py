@@ -18,11 +18,10 @@ import torch
 import transformers.trainer as trainer_module
 from accelerate import Accelerator
 from accelerate.state import GradientState
-from accelerate.utils import DistributedType
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from lightning_hetero.accelerate import HeteroAccelerator, flag
-from lightning_hetero.transformers import HeteroTrainer, adapt, hetero_trainer, restore
+from lightning_hetero.transformers import HeteroTrainer, adapt, restore
 from tests.front_ends.test_launch import SCRIPTS, execute
 from tests.helpers import collected
 from tests.ranks import run_ranks
@@ -72,8 +71,7 @@ def numbers(value):
     return [float(value)]
 
 
-CASES = dict.fromkeys(["metrics", "checkpointing", "folds"], {})
-CASES["tokens"] = {"ACCELERATE_HETERO_LOSS_REDUCTION": "sum"}
+CASES = {"metrics": {}, "checkpointing": {}, "tokens": {"ACCELERATE_HETERO_LOSS_REDUCTION": "sum"}}
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +85,6 @@ def test_an_unchanged_script_gives_the_results_of_one_process(name, one_process,
     two = run_ranks(script, 2, name, 8, tmp_path, True, env={**ON, **sizes("13,3"), **CASES[name]}, start="fork")[0]
     assert set(one_process[name]) == set(two)
     np.testing.assert_allclose(numbers(two), numbers(one_process[name]), rtol=1e-11, atol=1e-13)
-
-
-def test_without_the_hook_the_same_comparison_fails(one_process, tmp_path):
-    """It is one that plain Accelerate does not pass with a ragged tail."""
-    two = run_ranks(script, 2, "metrics", 8, tmp_path, False, env=CPU, start="fork")[0]
-    assert not np.allclose(numbers(two["weights"]), numbers(one_process["metrics"]["weights"]), rtol=1e-6)
 
 
 # what an accelerator becomes
@@ -133,19 +125,6 @@ def test_one_process_stays_plain_and_is_told_why():
     seen, lines, session = run_ranks(alone, 1, env=ON)[0]
     assert (seen, session) == ([4, 4], None)
     assert any("ACCELERATE_USE_HETERO=true" in line for line in lines)
-
-
-def contradictory(rank):
-    """Accelerate has FSDP on GPUs only."""
-    with hook(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Accelerator, "distributed_type", property(lambda self: DistributedType.FSDP))
-        Accelerator()
-
-
-def test_what_contradicts_the_flag_is_an_error_on_every_rank():
-    errors = run_ranks(contradictory, 2, env=ON, expect_errors=True)
-    assert [rank for rank, *_ in errors] == [0, 1]
-    assert all("ACCELERATE_USE_HETERO=false" in message for *_, message in errors), errors
 
 
 # the hook, in interpreters of their own
@@ -238,11 +217,7 @@ def test_adapting_transformers_is_undone():
         assert trainer_module.Trainer is importlib.import_module("transformers").Trainer is mine
         assert issubclass(mine, HeteroTrainer)
         assert issubclass(mine, original)
-        for name in ("__name__", "__qualname__", "__module__", "__doc__"):
-            assert getattr(mine, name) == getattr(original, name)
         assert inspect.signature(mine) == inspect.signature(original)
-        derived = type("Derived", (mine,), {})
-        assert hetero_trainer(derived) is derived
     finally:
         restore()
     restore()

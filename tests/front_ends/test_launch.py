@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from lightning_hetero import cli
 from lightning_hetero.accelerate.plugin import NAMES
@@ -91,10 +89,6 @@ def test_a_bad_flag_or_file_is_named_before_anything_starts(arguments, says, tmp
     refused("launch", *arguments, "script.py")
     assert says in capsys.readouterr().err
     assert not started
-    if "alone.yaml" in arguments:
-        gpus(monkeypatch, 2)  # which the file leaves unused
-        refused("launch", *arguments, "script.py")
-        assert "distributed_type: MULTI_GPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -118,35 +112,18 @@ def test_several_cpu_workers_are_started_together(config, options, variables, tm
     assert os.environ["ACCELERATE_USE_CPU"] == "true"
 
 
-def test_a_launch_that_is_no_group_of_processes_is_left_to_accelerate(tmp_path, monkeypatch, started):
-    for name in ("tpu_pod_launcher", "simple_launcher"):
-        monkeypatch.setattr(f"accelerate.commands.launch.{name}", started.append)
-    many = {"distributed_type": "MULTI_CPU", "num_processes": 4, "num_machines": 2}
-    path = config_file(tmp_path, **many, mpirun_config={"mpirun_ccl": "1"})
-    assert cli.main(["launch", "--tpu", "--tpu_cluster", "--num_machines", "2", "script.py"]) == 0
-    assert cli.main(["launch", "--config_file", path, "script.py"]) == 0
-    assert len(started) == 2
+def test_a_launch_that_is_told_to_end_ends_with_the_code_of_the_signal(monkeypatch, capsys, started):
+    def stopped(arguments):
+        raise SignalException("process got a signal", signal.SIGTERM)
 
-
-@pytest.mark.parametrize(
-    ("error", "code", "says"),
-    [
-        (ChildFailedError("script.py", {1: ProcessFailure(1, 123, 9, "")}), 1, "script.py"),
-        (SignalException("process got a signal", signal.SIGTERM), 143, "SIGTERM"),
-    ],
-)
-def test_workers_that_fail_end_the_launch_with_a_code_and_no_traceback(error, code, says, monkeypatch, capsys, started):
-    def failed(arguments):
-        raise error
-
-    monkeypatch.setattr("accelerate.commands.launch.multi_gpu_launcher", failed)
-    assert cli.main(["launch", "--cpu", "--num_processes", "2", "script.py"]) == code
+    monkeypatch.setattr("accelerate.commands.launch.multi_gpu_launcher", stopped)
+    assert cli.main(["launch", "--cpu", "--num_processes", "2", "script.py"]) == 143
     told = capsys.readouterr().err
-    assert says in told
-    assert "Traceback (most" not in told.partition("script.py FAILED")[0]
+    assert "SIGTERM" in told
+    assert "Traceback" not in told
 
 
-def test_a_launch_says_when_torch_will_not_call_us_and_what_is_misspelt(monkeypatch, caplog, capsys, started):
+def test_a_launch_says_when_torch_will_not_call_us(monkeypatch, caplog, started):
     monkeypatch.setattr("lightning_hetero.frontend.log.log.propagate", True)
     launch = ["launch", "--multi_gpu", "--num_processes", "2", "--cpu", "script.py"]
     cli.main(launch)
@@ -155,9 +132,6 @@ def test_a_launch_says_when_torch_will_not_call_us_and_what_is_misspelt(monkeypa
     cli.main(launch)
     assert len(started) == 2
     assert "AUTOLOAD" in caplog.text
-    os.environ["ACCELERATE_HETERO_POLCY"] = "pid"
-    refused(*launch)
-    assert "ACCELERATE_HETERO_POLICY" in capsys.readouterr().err
 
 
 def test_the_launchers_help_shows_every_option_of_ours_and_accelerates(capsys):
@@ -197,10 +171,7 @@ def test_config_asks_again_what_is_wrong_and_launch_reads_its_file(tmp_path, mon
     assert [text for text in wrong if text not in told.err] == []
     assert "'my run.yaml'" in told.out.replace(f"{tmp_path}/", ""), "how to start, with a name of several words"
     expected = {"local_batch_sizes": [24, 12, 16, 8], "compression": "block_topk", "density": 0.05}
-    config, section = read_config(str(path))
-    assert section == expected
-    assert asked(monkeypatch, other := shutil.copy(path, tmp_path / "other.yaml"), "even") == 0
-    assert read_config(str(other)) == (config, {"policy": "even"}), "the rest of the file stays"
+    assert read_config(str(path))[1] == expected
     cli.main(["launch", "--config_file", str(path), "script.py"])
     given = started[0]
     assert (given.num_machines, given.machine_rank, given.num_processes) == (2, 1, 4)
@@ -210,7 +181,7 @@ def test_config_asks_again_what_is_wrong_and_launch_reads_its_file(tmp_path, mon
 
 
 @pytest.mark.parametrize(("count", "kind", "on_cpu"), [(0, "MULTI_CPU", True), (3, "MULTI_GPU", False)])
-def test_default_answers_fit_the_machine(count, kind, on_cpu, tmp_path, monkeypatch, capsys, started):
+def test_default_answers_fit_the_machine(count, kind, on_cpu, tmp_path, monkeypatch, started):
     gpus(monkeypatch, count)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(3)), raising=False)
     monkeypatch.setattr("lightning_hetero.hardware.Path", lambda path: tmp_path / "no quota")
@@ -219,29 +190,6 @@ def test_default_answers_fit_the_machine(count, kind, on_cpu, tmp_path, monkeypa
     config, section = read_config(str(path))
     assert (config["num_processes"], config["use_cpu"], config["distributed_type"]) == (3, on_cpu, kind)
     assert section == {}
-    questions = capsys.readouterr().out
-    assert "[]" not in questions, "each question says what an empty line answers"
-    cli.main(["launch", "--config_file", str(path), "script.py"])
-    assert [given.num_processes for given in started] == [3]
-    assert os.environ.get("ACCELERATE_USE_CPU") == ("true" if on_cpu else None)
-
-
-def test_config_writes_nothing_if_answers_end_early(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("2\n"))
-    assert cli.main(["config", "--config_file", str(tmp_path / "config.yaml")]) == 2
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("path", ["nowhere/run.yaml", ".", "list.yaml", "bad.yaml", "", "n" * 300])
-def test_a_file_that_cannot_be_is_refused_before_the_first_question(path, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "list.yaml").write_text("- 1\n")
-    (tmp_path / "bad.yaml").write_bytes(b"\xff\xfe\x00")
-    monkeypatch.setattr("sys.stdin", io.StringIO("\n" * 20))
-    refused("config", "--config_file", path)
-    written = capsys.readouterr()
-    assert path in written.err
-    assert not written.out
 
 
 # real launches
@@ -384,22 +332,3 @@ def test_a_script_that_fails_ends_the_launch_with_its_code(tmp_path, capfd, star
     (tmp_path / "bad.py").write_text("import sys\nsys.exit(7)\n")
     assert cli.main(["launch", "--cpu", "--num_processes", "1", str(tmp_path / "bad.py")]) == 7
     assert "exit code 7" in capfd.readouterr().err
-
-
-@pytest.mark.slow("an interpreter that forks two processes")
-def test_a_launcher_of_functions_hands_the_flag_on():
-    code = (
-        "import torch\n"
-        "from accelerate import Accelerator, debug_launcher\n"
-        "def train():\n"
-        "    accelerator, model = Accelerator(), torch.nn.Linear(1, 1)\n"
-        "    loader = torch.utils.data.DataLoader(torch.arange(16.0), batch_size=4, shuffle=True)\n"
-        "    loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)[2]\n"
-        "    print([len(batch) for batch in loader], flush=True)\n"
-        "debug_launcher(train, num_processes=2)\n"
-    )
-    sizes = {"ACCELERATE_HETERO_LOCAL_BATCH_SIZES": "6,2"}
-    code, output = execute(sys.executable, "-c", code, **FLAG, **sizes)
-    assert code == 0, output
-    assert "[6, 6]" in output  # ranks may write into each other's lines
-    assert "[2, 2]" in output

@@ -10,10 +10,10 @@ import yaml
 from accelerate.state import AcceleratorState
 from transformers import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
 
-from lightning_hetero import BlockTopK, HeteroDDPStrategy, HeteroFSDPStrategy
+from lightning_hetero import BlockTopK, HeteroDDPStrategy
 from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
 from lightning_hetero.accelerate.plugin import PREFIX, SETTINGS, as_environment, switched_on
-from lightning_hetero.cli.launch import hetero_environment, read_config
+from lightning_hetero.cli.launch import hetero_environment
 from lightning_hetero.config import FOR_OWN_LOOPS, HeteroConfig
 from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as FabricStrategy
 from lightning_hetero.transformers import HeteroTrainingArguments, hetero_arguments
@@ -172,6 +172,7 @@ def test_a_misspelt_variable_is_named_with_the_one_that_was_meant_and_those_of_o
     [
         (lambda: HeteroPlugin(probe_memory=True), "probe_memory.*max_local_batch_sizes"),
         (lambda: HeteroPlugin(merge="adaptive"), "merge.*ElasticEngine"),
+        (lambda: from_variables({"config_file": "nowhere.yaml"}, None), "ACCELERATE_HETERO_CONFIG_FILE=.*nowhere"),
         (lambda: as_environment({"speed": 1}), "speed"),
         (lambda: HeteroAccelerator(cpu=True, hetero_plugin="pid"), "hetero_plugin"),
         (lambda: HeteroAccelerator(split_batch=True), "split_batch.*split_batches"),
@@ -205,12 +206,6 @@ def test_settings_that_contradict_each_other_are_refused_by_name(takes, settings
         takes(**settings)
 
 
-@pytest.mark.parametrize("takes", [HeteroConfig, HeteroPlugin, HeteroDDPStrategy, HeteroFSDPStrategy, FabricStrategy])
-def test_a_path_for_the_record_is_kept_as_text(takes, tmp_path):
-    made = takes(report=tmp_path)
-    assert getattr(made, "config", made).report == str(tmp_path)
-
-
 @pytest.fixture
 def forgotten():
     """Ranks that are forked later must not know of an accelerator in this process."""
@@ -232,21 +227,6 @@ def test_the_switch(monkeypatch, forgotten):
     plain = TrainingArguments(**QUIET)
     assert plugin_of(plain) is None
     assert plugin_of(plain, given := HeteroPlugin()) is given
-
-
-WRONG = (b"!!bool x", b"!!timestamp x", b"!!int ''", b"2026-13-45", b"9" * 5000, b"\xff", b"[" * 5000, None, b"3")
-
-
-@pytest.mark.parametrize("value", WRONG, ids=lambda value: str(value)[:12])
-def test_a_file_that_is_no_yaml_is_named(value, tmp_path, monkeypatch):
-    path = tmp_path / "settings.yaml"
-    if value is not None:
-        path.write_bytes(b"hetero_config: " + value)
-    with pytest.raises(ValueError, match="settings.yaml"):
-        read_config(str(path))
-    monkeypatch.setenv(PREFIX + "CONFIG_FILE", str(path))
-    with pytest.raises(ValueError, match="ACCELERATE_HETERO_CONFIG_FILE="):
-        HeteroPlugin()
 
 
 # arguments of Transformers' Trainer

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,15 +15,14 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 from tqdm import tqdm
 from transformers import TrainerCallback, trainer_jit_checkpoint
 
 from lightning_hetero.accelerate import HeteroPlugin
 from lightning_hetero.core import DamagedCheckpointError
 from lightning_hetero.transformers import HeteroTrainer, HeteroTrainingArguments, hetero_trainer
-from lightning_hetero.transformers.requirements import check_trainer, inexact_loss
-from tests.front_ends.test_launch import execute, result_of, torchrun
+from lightning_hetero.transformers.requirements import check_trainer
 from tests.helpers import collected
 from tests.ranks import run_ranks
 from tests.transformers.runs import VOCABULARY, Rows, arguments, bert, labelled, llama, of, padded, texts, trained
@@ -107,6 +105,11 @@ def whole_texts():
     return Rows([{**row, "labels": row["input_ids"]} if i % 2 else row for i, row in enumerate(rows)])
 
 
+def measured(number):
+    """Texts with their lengths, as Trainer's own balanced batches need them."""
+    return Rows([{**row, "length": len(row["input_ids"])} for row in texts(number).rows])
+
+
 def sparse():
     """Texts of which every second one has a label, which is 5: a rank often has none."""
     labels = [[-100] * (len(row["input_ids"]) - 1) + [5 if i % 2 else -100] for i, row in enumerate(texts().rows)]
@@ -178,11 +181,15 @@ RUNS = {
     "both_kinds_in_one_loss": mixed,
     "linear_schedule": partial(language_model, num_train_epochs=2, lr_scheduler_type="linear", warmup_steps=2),
     "drop_last": partial(language_model, dataloader_drop_last=True, torch_empty_cache_steps=2, **TWO),
+    "balanced_by_length": partial(
+        language_model, sizes=None, data=partial(measured, 40), train_sampling_strategy="batch_rebalance"
+    ),
     "grouped_by_length": partial(language_model, data=partial(texts, 64), train_sampling_strategy="group_by_length"),
     "clipped_adam": partial(language_model, optim="adamw_torch", learning_rate=1e-3, max_grad_norm=0.5, **TWO),
     "sft_in_micro_batches": partial(fine_tuned, average_tokens_across_devices=False, **TWO),
     "dpo": preferred,
 }
+PLANS = {"a_rank_without_share": [(0, 8)], "balanced_by_length": []}
 VARIANTS = {
     "lora": partial(language_model, model=lora, **TWO),
     "compiled": partial(language_model, torch_compile=True, torch_compile_backend="eager"),
@@ -227,24 +234,11 @@ def test_a_training_equals_one_process(both, name):
     assert (two["epoch"], two["rates"]) == (one["epoch"], one["rates"])
     assert two["train_loss"] == pytest.approx(one["train_loss"], rel=1e-5)
     assert all(map(math.isfinite, two["losses"]))
-    assert two["plans"] == [(0, 8) if name == "a_rank_without_share" else SIZES]
+    assert two["plans"] == PLANS.get(name, [SIZES])
     assert two["told"] == ({"weight_fn"} if "own" in name else set()) or "sft" in name or "dpo" in name
     for key in ("num_tokens", "mean_token_accuracy", "rewards/margins"):  # what TRL gathers of every step
         values = [[entry[key] for entry in runs["history"] if key in entry] for runs in (one, two)]
         assert values[1] == pytest.approx(values[0], abs=1e-5)
-
-
-class Own:
-    def compute_loss(self, *args, **kwargs):
-        pass
-
-
-def test_a_loss_that_may_differ_from_one_process_is_named():
-    mixed = type("ORPOTrainer", (Own,), {"compute_loss": Own.compute_loss})
-    assert inexact_loss(HeteroTrainer.__new__(HeteroTrainer)) is None
-    assert inexact_loss(Own()).startswith("Own.compute_loss")
-    assert "hetero_weight_fn" in inexact_loss(Own())
-    assert inexact_loss(mixed()).startswith("the loss of ORPOTrainer")
 
 
 def gathering(outputs, labels, num_items_in_batch=None):
@@ -253,19 +247,9 @@ def gathering(outputs, labels, num_items_in_batch=None):
     return mean(outputs, labels)
 
 
-class Copies(HeteroTrainer):
-    """Trains on other batches than were handed out."""
-
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        wrong = {key: torch.cat([value, value[:1]]) for key, value in inputs.items()}
-        return super().training_step(model, wrong, num_items_in_batch)
-
-
 def _wrong(rank, what):
     if what == "gathers":
         language_model(loss=gathering)
-    elif what == "copies":
-        trainer_of(cls=Copies, **TWO).train()
     else:
         sizes, settings = what
         trainer_of(sizes, **settings).train()
@@ -275,11 +259,9 @@ def _wrong(rank, what):
     ("what", "says"),
     [
         ("gathers", "all_gather()"),
-        ("copies", "not one of the batches handed out"),
         ((SIZES, {"auto_find_batch_size": True}), "auto_find_batch_size"),
         ((SIZES, {"accelerator_config": {"split_batches": True}}), "split_batches"),
         (((2, 6, 1), {}), "local_batch_sizes"),
-        (((-1, 9), {}), "local_batch_sizes"),
     ],
 )
 def test_what_cannot_be_right_is_an_error_on_every_rank(what, says):
@@ -296,9 +278,7 @@ def test_what_cannot_be_right_is_an_error_on_every_rank(what, says):
         ({"num_generations": 4}, None, {}, "num_generations=4"),
         ({"parallelism_config": object()}, None, {}, "parallelism_config"),
         ({"accelerator_config": SimpleNamespace(dispatch_batches=True)}, None, {}, "dispatch_batches"),
-        ({"accelerator_config": SimpleNamespace(split_batches=True)}, None, {}, "split_batches"),
         ({}, None, {"max_total_batch_size": 64}, "max_total_batch_size"),
-        ({"auto_find_batch_size": True}, None, {"local_batch_sizes": [2, 6]}, "auto_find_batch_size"),
         ({}, SimpleNamespace(tp_size=2), {}, "tp_plan"),
     ],
 )
@@ -554,46 +534,8 @@ def test_evaluation_is_that_of_one_process(tmp_path):
     assert len(two[2]) == 23
 
 
-class Steps(TrainerCallback):
-    def __init__(self):
-        self.seen = []
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.seen.append((state.global_step, round(state.epoch, 3)))
-        control.should_training_stop = state.global_step == 5
-
-
-class InOrder(Trainer):
-    """Prepares a training loader of its own, in the order of the dataset, which looks like one that evaluates."""
-
-    def get_train_dataloader(self):
-        loader = DataLoader(self.train_dataset, self.args.train_batch_size, collate_fn=padded)
-        return self.accelerator.prepare(loader)
-
-
-def _kinds(rank):
-    """Loaders that Trainer shards itself, loaders of one's own, and callbacks."""
-    rows = Rows([{**row, "length": len(row["input_ids"])} for row in texts(40).rows])
-    balanced = trained(trainer_of(None, data=rows, train_sampling_strategy="batch_rebalance"))
-    steps = Steps()
-    trained(trainer_of(num_train_epochs=2, callbacks=[steps]))
-    return balanced, trained(trainer_of(cls=InOrder)), steps.seen
-
-
-def test_loaders_of_every_kind_and_callbacks_are_those_of_one_process():
-    (*ones, seen), (*twos, others) = (run_ranks(_kinds, ranks)[0] for ranks in (1, 2))
-    for one, two in zip(ones, twos, strict=True):
-        assert two["steps"] == one["steps"]
-        assert abs(two["weights"] - one["weights"]).max() < 1e-6
-    assert twos[1]["plans"] == [SIZES]
-    assert seen == others == [(n, round(n / 6, 3)) for n in range(1, 6)]
-
-
-def _others(rank):
-    """A total of given sizes, and a batch size that is found when a step has failed."""
-    given = trainer_of((2, 9), 8, max_steps=6)  # 8 is not their sum
-    result = trained(given)
-    found = [given.get_total_train_batch_size(given.args), result["epoch"]]
+def _finds(rank):
+    """A batch size that is found when a step has failed."""
     finds, calls = trainer_of(None, 16, auto_find_batch_size=True), []
 
     def fail_once(model, args, kwargs):
@@ -602,12 +544,11 @@ def _others(rank):
             raise RuntimeError("CUDA out of memory.")
 
     finds.model.register_forward_pre_hook(fail_once, with_kwargs=True)
-    found.append(trained(finds)["plans"][-1])
-    return [*found, finds.args.average_tokens_across_devices]
+    return trained(finds)["plans"][-1], finds.args.average_tokens_across_devices
 
 
-def test_totals_are_given_or_found_and_what_was_switched_is_put_back():
-    assert run_ranks(_others, 2) == [[11, pytest.approx(1.5), (7, 7), True]] * 2  # 42 samples in 4 steps
+def test_a_batch_size_is_found_and_what_was_switched_is_put_back():
+    assert run_ranks(_finds, 2) == [((7, 7), True)] * 2
 
 
 def _plain(rank):
@@ -625,33 +566,3 @@ def test_switched_off_it_is_plain_and_one_process_is_told_that_the_switch_does_n
     assert (module == "accelerate.accelerator") == (env == "false")
     assert len(lines) == (ranks == 1)
     assert not lines or ("ACCELERATE_USE_HETERO" if env else "HeteroTrainer") in lines[0]
-
-
-# launched
-
-SCRIPT = """
-import json
-from transformers import HfArgumentParser
-from lightning_hetero.transformers import HeteroTrainer, HeteroTrainingArguments
-from tests.transformers.runs import llama, padded, texts, trained
-
-args = HfArgumentParser(HeteroTrainingArguments).parse_args_into_dataclasses()[0]
-result = trained(HeteroTrainer(model=llama(), args=args, train_dataset=texts(), data_collator=padded))
-if args.process_index == 0:
-    print(json.dumps({name: list(result[name]) for name in ("weights", "losses", "plans")}), flush=True)
-"""
-OPTIONS = {"report_to": "none", "optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant"}
-OPTIONS |= {"save_strategy": "no", "disable_tqdm": "true", "max_grad_norm": 1e9, "num_train_epochs": 1}
-
-
-@pytest.mark.slow("starts three processes with Transformers")
-def test_a_script_in_the_style_of_transformers_examples_takes_our_settings_as_options(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [tmp_path / "script.py", "--output_dir", tmp_path / "out", "--use_cpu", "--logging_steps", 1]
-    command += [text for name, value in OPTIONS.items() for text in (f"--{name}", value)]
-    command += ["--per_device_train_batch_size"]
-    one = result_of(execute(sys.executable, *command, 8))
-    two = result_of(torchrun(*command, 4, "--hetero_local_batch_sizes", "2,6"))
-    assert (one["plans"], two["plans"]) == ([], [[2, 6]])
-    assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
-    assert two["weights"] == pytest.approx(one["weights"], abs=1e-6)

@@ -22,7 +22,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_hetero import BlockTopK, HeteroDDPStrategy
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.frontend.joining import warn_of_stale_addresses
 from lightning_hetero.strategies._lightning.membership import launcher
 from lightning_hetero.strategies._lightning.membership.strategy import config_of_members
 from tests.kept import run_kept
@@ -152,17 +151,10 @@ def train_without_the_disk_of_the_others(folder, faults, **given):
     train(folder, faults, **given)
 
 
-def train_twice(folder, faults, **given):
-    for name, suffered in (("first", []), ("second", faults)):
-        (folder / name).mkdir(exist_ok=True)
-        train(folder / name, suffered, **given)
-
-
 ALL_LOST = {
     "from a checkpoint": (train, True, 6),
     "begin anew": (train, False, 0),
     "not all see it": (train_without_the_disk_of_the_others, True, 0),
-    "in a second fit": (train_twice, True, 6),
 }
 
 
@@ -205,24 +197,14 @@ def test_every_mode_goes_on(tmp_path, mode):
     assert mode not in ("hierarchy", "fixed", "bounds", "pid") or found.difference() < 1e-12
 
 
-# callbacks, loggers and schedulers
+# callbacks and loggers
 
 
-class Follows(Suffers):
-    """Its learning rate follows a metric."""
-
+class Logs(Suffers):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        self.log("loss", loss)
+        self.log("trained", loss)
         return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val", 1.0, sync_dist=True)
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val"}}
 
 
 class Config:
@@ -244,8 +226,8 @@ def loader():
     return DataLoader(Numbers(), batch_size=LOCAL, shuffle=True)
 
 
-def _follows(folder, faults):
-    model = Follows(folder, faults)
+def _logs(folder, faults):
+    model = Logs(folder, faults)
     if model.life:
         wait_for(folder / "alone")
     logger = CSVLogger(folder, "log", flush_logs_every_n_steps=1)
@@ -253,29 +235,23 @@ def _follows(folder, faults):
     given = {"max_epochs": EPOCHS, "log_every_n_steps": 1, "logger": logger, "callbacks": callbacks}
     trainer = trainer_of(HeteroDDPStrategy(replan=4), **given)
     trainer.fit(model, loader(), DataLoader(Numbers(), batch_size=30))
-    rate = trainer.optimizers[0].param_groups[0]["lr"]
-    (folder / f"rate-{trainer.global_rank}").write_text(f"{rate}")
 
 
 def rows_of(path):
     with open(path, newline="") as file:
-        return [int(row["step"]) for row in csv.DictReader(file) if row["loss"]]
+        return [int(row["step"]) for row in csv.DictReader(file) if row["trained"]]
 
 
 @slow
-@pytest.mark.parametrize("fault", [None, (0, 6), (1, 6), (0, HALF + 4)])
-def test_rates_rows_and_files_are_those_of_an_undisturbed_training(tmp_path, fault):
-    faults = [] if fault is None else [(fault[0], 0, fault[1], "forward", KILL)]
-    if faults:
-        (tmp_path / "expects-0").touch()
-    assert run_kept(_follows, SLOTS, tmp_path, faults) == [0] * SLOTS
-    rates = [float(path.read_text()) for path in tmp_path.glob("rate-*")]
-    assert rates == [0.05] * SLOTS, "the metric was no better in the second epoch"
+@pytest.mark.parametrize("slot", [0, 1])
+def test_rows_and_files_are_those_of_an_undisturbed_training(tmp_path, slot):
+    (tmp_path / "expects-0").touch()
+    assert run_kept(_logs, SLOTS, tmp_path, [(slot, 0, 6, "forward", KILL)]) == [0] * SLOTS
     files = sorted((tmp_path / "log").glob("*/metrics.csv"))
     first = rows_of(files[0])
     assert sorted(step for path in files for step in rows_of(path)) == list(range(STEPS))
     assert first == list(range(len(first))), "what the first rank 0 has written stays, and the next goes on there"
-    assert len(files) == 1 or (fault and fault[0] == 0)
+    assert len(files) == 1 or slot == 0
     configs = list((tmp_path / "log").glob("*/config.yaml"))
     assert [path.read_text() for path in configs] == ["written once\n"]
 
@@ -401,56 +377,6 @@ def test_what_cannot_go_on_without_a_worker_is_refused(tmp_path, name):
     assert all(says in error for error in errors)
 
 
-class Adversaries(L.LightningModule):
-    """Trains two networks in turn, each with the other frozen, as Lightning's examples of GANs do."""
-
-    def __init__(self, folder):
-        super().__init__()
-        torch.manual_seed(1)
-        self.first, self.second = nn.Linear(5, 3, dtype=torch.float64), nn.Linear(3, 1, dtype=torch.float64)
-        self.automatic_optimization = False
-        self.slot, self.life = (int(os.environ[f"LIGHTNING_HETERO_{name}"]) for name in ("SLOT", "LIFE"))
-
-    def training_step(self, batch, batch_idx):
-        for number, optimizer in enumerate(self.optimizers()):
-            self.toggle_optimizer(optimizer)
-            loss = self.second(self.first(batch[0]).tanh()).square().mean()
-            if (self.slot, self.life, batch_idx, number) == (1, 0, 5, 1):
-                os.kill(os.getpid(), KILL)
-            self.manual_backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            self.untoggle_optimizer(optimizer)
-
-    def configure_optimizers(self):
-        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.first, self.second)]
-
-
-def _adversaries(folder):
-    model = Adversaries(folder)
-    trainer_of(HeteroDDPStrategy(find_unused_parameters=True)).fit(model, loader())
-    assert all(parameter.requires_grad for parameter in model.parameters())
-    torch.save(model.state_dict(), folder / f"end-{model.slot}.pt")
-
-
-@slow
-def test_toggled_optimizers_of_a_lost_step_are_untoggled(tmp_path):
-    codes, errors = told(tmp_path, _adversaries, restarts=1)
-    assert codes == [0, 0, 0]
-    assert set(errors) <= {"SystemExit: 0"}, "at most, the newcomer is late"
-    ends = [torch.load(path, weights_only=True) for path in sorted(tmp_path.glob("end-*.pt"))]
-    assert all(torch.equal(end[name], ends[0][name]) for end in ends for name in end)
-
-
-@slow
-def test_in_a_second_fit_the_others_go_on_and_nobody_joins(tmp_path):
-    codes, errors = told(tmp_path, partial(train_twice, late=False), [(1, 0, 4, "forward", KILL)], restarts=1)
-    assert {path.name for path in tmp_path.glob("second/end-*")} == {"end-0.pt", "end-2.pt"}
-    assert not (tmp_path / "first" / "steps-1-1.jsonl").read_text(), "a newcomer is in the first fit of its script"
-    assert codes == [0, 0, 0]
-    assert all("first fit only" in error or error == "SystemExit: 0" for error in errors)
-
-
 @slow
 @pytest.mark.parametrize("also", [[], [(1, 0, 4, "forward", KILL)]], ids=["alone", "beside a loss"])
 def test_sigterm_ends_all_and_nothing_starts_again(tmp_path, also):
@@ -483,9 +409,3 @@ def test_evaluation_data_are_split_among_the_members(monkeypatch):
     devices, environment = [torch.device("cpu")] * SLOTS, TorchElasticEnvironment()
     strategy = HeteroDDPStrategy(parallel_devices=devices, cluster_environment=environment)
     assert strategy.distributed_sampler_kwargs == {"num_replicas": SLOTS - 1, "rank": 1}
-
-
-def test_a_start_that_may_wait_for_workers_that_are_gone_says_so():
-    for restarts, shared, warns in (("1", "True", True), ("0", "True", False), ("1", "False", False)):
-        environment = {"TORCHELASTIC_RESTART_COUNT": restarts, "TORCHELASTIC_USE_AGENT_STORE": shared}
-        assert warn_of_stale_addresses(environment) is warns

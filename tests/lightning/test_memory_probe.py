@@ -2,7 +2,6 @@
 
 import random
 import re
-import weakref
 
 import numpy as np
 import pytest
@@ -125,19 +124,6 @@ def test_nothing_remains_of_a_dry_run():
     assert model.log is print
 
 
-class Transfers(Fits):
-    """Needs its transfer hooks, and takes no batch index."""
-
-    def on_before_batch_transfer(self, batch, dataloader_idx):
-        return {"x": batch[0], "y": batch[1], "i": batch[2]}
-
-    def on_after_batch_transfer(self, batch, dataloader_idx):
-        return batch["x"] * 2, batch["y"], batch["i"]
-
-    def training_step(self, batch):
-        return super().training_step(batch, 0)
-
-
 class Half:
     """A precision plugin that trains in another precision."""
 
@@ -155,8 +141,7 @@ class Casts(Fits):
         return self(batch[0].float()).float().mean()
 
 
-def test_batches_come_through_the_hooks_of_the_module_and_in_the_precision_of_training():
-    assert probe(Transfers(50)) in range(47, 51)
+def test_batches_are_in_the_precision_of_training():
     assert probe(Casts(20), limit=100, precision=Half()) in (19, 20)
 
 
@@ -188,44 +173,6 @@ def test_nothing_waits_for_another_worker_while_trying():
 
 
 # what training needs beside, and what a plan can give
-
-
-class Needs(Regressor):
-    """Needs 10 bytes of each sample beside what lives of ``reserved``."""
-
-    def __init__(self):
-        super().__init__(dtype=torch.float32)
-        self.left = 1000
-
-    def take(self, num_bytes):
-        if num_bytes > self.left:
-            raise torch.OutOfMemoryError("no memory")
-        self.left -= num_bytes
-
-    def give(self, num_bytes):
-        self.left += num_bytes
-
-    def training_step(self, batch, batch_idx):
-        self.take(10 * len(batch[0]))
-        self.give(10 * len(batch[0]))
-        return self.loss(batch)
-
-
-@pytest.mark.parametrize(("reserved", "expected"), [(0, 100), (600, 40), (2000, 0)])
-def test_what_training_allocates_later_is_taken_while_trying_and_given_back(monkeypatch, reserved, expected):
-    model, empty = Needs(), torch.empty
-
-    def counted(*size, **kwargs):
-        made = empty(*size, **kwargs)
-        if made.dtype == torch.uint8:
-            model.take(made.numel())
-            weakref.finalize(made, model.give, made.numel())
-        return made
-
-    monkeypatch.setattr(torch, "empty", counted)
-    found = probe(model, data=Points(16, dtype=torch.float32), reserved=reserved)
-    assert found in (expected, expected - 1)
-    assert model.left == 1000
 
 
 def test_what_training_allocates_later_is_that_of_what_is_trained():

@@ -4,11 +4,8 @@ import json
 import os
 import subprocess
 import sys
-import types
 
 import pytest
-
-import _lightning_hetero_autoload as autoload
 
 interpreters = pytest.mark.slow("starts interpreters")
 
@@ -141,23 +138,3 @@ except RuntimeError as error:
     assert printed(code, tmp_path, PYTHONPATH=str(tmp_path)) == "broken installation"
     code = "import sys; sys.meta_path = tuple(sys.meta_path); import torch; print(torch.ones(1).item())"
     assert printed(code, tmp_path) == "1.0", "nor an import system that refuses the hook"
-
-
-@interpreters
-def test_what_a_moved_editable_checkout_leaves_behind_breaks_no_import_of_torch(tmp_path):
-    """``setup.py`` copies the entry point into the environment; the rest stays in the checkout."""
-    code = "import sys; sys.modules['_lightning_hetero_autoload'] = None; import torch; print(torch.ones(1).item())"
-    done = run([sys.executable, "-c", code], tmp_path)
-    assert done.stdout.strip() == "1.0"
-    assert "pip install -e" in done.stderr
-
-
-def test_a_registry_that_refuses_is_logged_not_raised(monkeypatch, caplog):
-    module = types.ModuleType("owner_of_registry")
-    module.REGISTRY = None
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    target = autoload.Target(module.__name__, "REGISTRY", "no.module:Strategy", "hetero_test", {"": {}})
-    monkeypatch.setattr(autoload, "TARGETS", (target,))
-    monkeypatch.setattr(autoload, "MODULES", {target.module})
-    autoload.boot()
-    assert "'hetero_test'" in caplog.text
