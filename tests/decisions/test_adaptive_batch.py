@@ -413,6 +413,31 @@ def test_a_loop_of_the_modules_own_gets_no_total_that_would_need_accumulation():
     assert set(first["windows"]) == {1}
 
 
+# faults
+
+
+class Poisoned(Uneven):
+    """A loss of one worker is no number, another is infinite, and its user leaves such gradients out."""
+
+    def loss(self, batch):
+        factor = {5: math.nan, 7: math.inf}.get(self.trainer.global_step, 1.0)
+        return super().loss(batch) * (factor if self.global_rank == 1 else 1.0)
+
+    def on_before_optimizer_step(self, optimizer):
+        for p in self.parameters():
+            p.grad.nan_to_num_(0.0, 0.0, 0.0)
+        super().on_before_optimizer_step(optimizer)
+
+
+def test_nan_and_inf_in_one_workers_gradient_leave_the_decision_alive():
+    first, second = run(noise=None, model=Poisoned(), max_epochs=2)
+    assert first["noise"] == second["noise"]
+    assert first["noise"]["samples"] > 0
+    assert totals(first) == [8, 12]
+    assert np.isfinite(first["weights"]).all()
+    np.testing.assert_array_equal(first["weights"], second["weights"])
+
+
 # what is refused
 
 

@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.core.compression.auto import Computing
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.timing.cost.features import FEATURES, share_features
 from lightning_hetero.core.timing.cost.model import fit_cost, reduced_to_plan
-from lightning_hetero.core.timing.fitting import estimate_gamma, estimate_sync_times, fit_line, steps_that_tell
+from lightning_hetero.core.timing.fitting import estimate_gamma, estimate_sync_times, fit_line
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
 from tests.equations.clusters import measure
 
@@ -87,16 +86,6 @@ def test_network_times_are_those_of_whoever_waits_least():
     for tells, t_o in ((None, 0.25), ([True, True, False], 0.25), ([False, True, False], 0.3), ([False] * 3, 0.2)):
         found = estimate_sync_times(overlapped, last, tells if tells is None else np.array(tells))
         assert found == (t_o, 0.03)
-
-
-def test_steps_tell_in_which_the_same_worker_is_last_throughout():
-    """In the others two wait for each other: what they wait for is not the link's time."""
-    tells, ones = np.array([True, False, False] * 4)[:, None], np.ones((12, 2))
-    a, p = np.where(tells, [1.0, 1.1], [1.2, 1.0]), np.where(tells, [1.0, 1.7], [1.0, 1.5])
-    waits = np.where(tells, [0.6, 0.2], [0.9, 0.8])
-    seen = StepObservations(ones, a, p, 0.2 * ones, waits, 0.1 * ones, 2 * ones)
-    assert steps_that_tell(seen).tolist() == tells[:, 0].tolist()
-    assert Computing.of(seen).last == pytest.approx(0.1 / (0.1 + 0.2))
 
 
 @given(

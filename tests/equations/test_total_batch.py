@@ -134,12 +134,3 @@ def test_the_number_of_micro_batches_changes_only_when_an_epoch_begins():
     assert decided(slow_link, (20, 20), 1e6, max_local=(20, 20))[2].proposal is None
     total, split, decision = decided(slow_link, (20, 20), 1e6, max_local=(20, 20), epoch_begins=True)
     assert (total, split, decision.planner.accumulation) == (80, (20, 20), 2)
-
-
-def test_what_was_learned_comes_back_and_settings_are_those_of_the_new_run():
-    before = planner(micro_batch_limit=64, accumulation=2, steps=7)
-    after = GoodputPlanner(100, hysteresis=0.2).loaded(before.state_dict())
-    assert (after.max_total_batch_size, after.hysteresis) == (100, 0.2)
-    assert (after.steps, after.accumulation, after.initial_total, after.micro_batch_limit) == (7, 2, 40, 64)
-    assert after.initial(context(48)) == before.initial(context(48)) is not None
-    assert naive().initial(context(48)) is None
