@@ -31,7 +31,7 @@ demo: venv
 # Everything that a change has to pass. Tests start processes, each of which would else compile the package again.
 test test-slow: export PYTHONDONTWRITEBYTECODE =
 test: venv
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not (slow or gpu)"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not (slow or gpu)"
 
 # Many seeds, kill loops, launchers, recipes, limits of resources, in order of value: an hour, or `BUDGET=600` seconds,
 # after which what was left out is named.

@@ -138,9 +138,7 @@ KINDS = {
     "datasets of batches": Kind(lambda rank: DataLoader(Batched(), batch_size=None, shuffle=True)),
     "own samples of each rank": Kind(own_samples, MINE, ALONE, sizes=False, others=()),
     "stream of each rank": Kind(lambda rank: DataLoader(Numbered(thirds(rank)), 4), others=()),
-    "stream of each rank, workers": Kind(
-        lambda rank: DataLoader(Numbered(thirds(rank)), 4, num_workers=2, persistent_workers=True), others=()
-    ),
+    "stream of each rank, workers": Kind(lambda rank: DataLoader(Numbered(thirds(rank)), 4, num_workers=2), others=()),
     "stream of batches": Kind(lambda rank: DataLoader(Batches(thirds(rank)), None), others=()),
     "loader of no class of torch's": Kind(lambda rank: Loader(thirds(rank)), others=()),
     "whole stream": Kind(lambda rank: DataLoader(Sized(range(SAMPLES)), 4), WHOLE, same=True),

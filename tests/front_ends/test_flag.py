@@ -51,6 +51,11 @@ def prepared(accelerator, samples=16, batch_size=4):
     return accelerator.prepare(model, optimizer, DataLoader(data, batch_size=batch_size, shuffle=True))
 
 
+LEFT = []
+"""What scripts have left: freeing a group that was just used, torch may wait for a thread that waits for the lock of
+the interpreter."""
+
+
 def script(rank, name, batch_size, folder, on):
     """Run a script in this process as it is; what the main process reports. None of them knows of us."""
     path = Path(folder) / f"{name}-{os.environ['WORLD_SIZE']}.json"
@@ -58,7 +63,7 @@ def script(rank, name, batch_size, folder, on):
         patch.syspath_prepend(str(SCRIPTS))
         patch.setattr(sys, "argv", ["script", str(batch_size)])
         patch.setenv("REPORT", str(path))
-        runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
+        LEFT[:] = [runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")]
     return json.loads(path.read_text()) if rank == 0 else None
 
 
