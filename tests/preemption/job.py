@@ -70,7 +70,7 @@ def lightning(folder, mode, steps):
         max_epochs=ENDLESS,
         callbacks=[*callbacks(), *saved, Ended()],
         default_root_dir=folder,
-        val_check_interval=50,
+        val_check_interval=0.5 if mode == "elastic" else 50,  # whose epochs have no number of batches
         limit_val_batches=2,
         num_sanity_val_steps=0,
         logger=False,
