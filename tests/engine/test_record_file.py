@@ -143,6 +143,6 @@ def test_figures_of_a_thinned_run_are_those_of_the_whole(max_bytes, seed):
         counts = [sum(one.count for one in figures.run.rounds if one.sizes == split) for figures in (a, b)]
         assert counts[0] == counts[1]
     for name in ("speed_up", "speed_up_of_run", "step_time", "even", "rate", "idle", "link_share", "share_of_solo"):
-        assert getattr(b, name) == pytest.approx(getattr(a, name), rel=0.03), name
+        assert getattr(b, name) == pytest.approx(getattr(a, name), rel=0.05), name
     steady = [replace(one, step_time=0.1) for one in a.run.rounds]
-    assert RunFigures(replace(a.run, rounds=tuple(steady))).step_time != pytest.approx(a.step_time, rel=0.03)
+    assert RunFigures(replace(a.run, rounds=tuple(steady))).step_time != pytest.approx(a.step_time, rel=0.05)
