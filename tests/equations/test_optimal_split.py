@@ -158,7 +158,7 @@ def test_workers_that_only_slow_the_job_down_are_named_with_the_time_without_the
         per_sample = rng.uniform(1e-3, 2e-2, 3)[rng.integers(0, 3, n)] * np.where(rng.random(n) < 0.3, 10.0, 1.0)
         cluster = ClusterTimeModel(tuple(NodeTimeModel(t / 3, 4 * t, 2 * t / 3, 0.0) for t in per_sample))
         total = int(rng.integers(2 * n, 5 * n))
-        high = np.full(n, total) if rng.random() < 0.5 else rng.integers(total // 2, total + 1, n)
+        high = np.full(n, total) if rng.random() < 0.5 else rng.integers((total + 1) // 2, total + 1, n)
         plan = solve_optperf(cluster, total, max_local=high.tolist())
         parts = [list(part) for k in range(1, n + 1) for part in itertools.combinations(range(n), k)]
         least = min(
