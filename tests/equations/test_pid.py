@@ -101,12 +101,12 @@ def test_compute_times_become_equal_within_the_dead_band_in_a_few_changes(seed):
 def test_noise_causes_no_oscillation_and_splits_no_equal_workers(seed):
     times = lines([0.001, 0.002, 0.004, 0.006], [0.01, 0.0, 0.02, 0.0])
     loop = Loop(even_sizes(512, 4), noise=0.03, seed=seed, steps=10).run(times, 50)
-    assert len(loop.changed) <= 6
+    assert len(loop.changed) <= 8
     assert spread(times, loop.sizes) < 1.2
     assert len(Loop((64,) * 4, noise=0.03, seed=seed, steps=10).run(lines([0.002] * 4, 0.01), 40).changed) <= 1
     for slopes in ((1.0, 2.0, 10 / 3), (1.0, 1.0, 1.0)):  # more noise than the dead band stops for long
         loop = Loop((64, 64, 64), noise=0.15, seed=seed, steps=10).run(lines(slopes), 60)
-        assert len(loop.changed) <= 6
+        assert len(loop.changed) <= 8
         assert max(np.array(slopes) * loop.sizes) <= 1.06 * np.mean(np.array(slopes) * loop.sizes)
 
 
