@@ -155,6 +155,7 @@ ROWS = (
             f"{TOPK}::test_a_gradient_that_is_not_finite_is_left_out_on_all_ranks",
             TOPK,
             "tests/decisions/test_noise_scale.py::test_nan_and_inf_in_one_workers_gradient_leave_the_estimate_finite",
+            "tests/decisions/test_adaptive_batch.py::test_nan_and_inf_in_one_workers_gradient_leave_the_decision_alive",
         ),
         "the same step on all ranks",
         ("NaN",),
