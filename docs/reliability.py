@@ -98,7 +98,7 @@ ROWS = (
         "A machine can leave, come back, or be replaced: torchrun restarts the workers with their new number, and each "
         "sample still counts once an epoch. Under a keeper, a worker that comes back joins the running training, also "
         "if it is lost again.",
-        ("tests/lightning/test_members.py", RESUME),
+        ("tests/lightning/test_members.py", f"{KILLS}::test_a_machine_leaves_and_another_comes", RESUME),
         "one restart for each change",
         reason="Growing pauses between restarts.",
     ),

@@ -10,8 +10,10 @@ import logging
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
+import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -26,9 +28,9 @@ from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.comm.failures import rank_monitor
 from tests.helpers import Points, Regressor, fit
 from tests.kept import Forked, run_kept
-from tests.preemption.runs import COMMON, kill_group, run
+from tests.preemption.runs import COMMON, kill_group, logs, run
 from tests.promises.faults import MODES, Fault, Injector
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 
 LAUNCHED = pytest.mark.slow("starts launchers and workers, which takes seconds, and kills them")
 ROOT = Path(__file__).parents[2]
@@ -48,11 +50,11 @@ class Saves(Regressor):
 
     def on_train_start(self):
         attempt = self.trainer.strategy.broadcast(len(list(self.folder.glob("attempt-*-0"))))
-        plans = (self.folder / "kill").read_text().splitlines()
+        plans = (self.folder / "kill").read_text().splitlines() if (self.folder / "kill").exists() else []
         if attempt < len(plans):
             rank, point, step = plans[attempt].split()
             self.victim = (point, int(step)) if int(rank) == self.global_rank else None
-        self.file = open(self.folder / f"attempt-{attempt}-{self.global_rank}", "w", buffering=1)  # noqa: SIM115
+        self.file = open(self.folder / f"attempt-{attempt:02}-{self.global_rank}", "w", buffering=1)  # noqa: SIM115
         self.file.write(f"{self.trainer.global_step}\n")
         self.trainer.strategy.barrier()
 
@@ -63,6 +65,7 @@ class Saves(Regressor):
     def training_step(self, batch, batch_idx):
         indices = batch[2][: self.trainer.strategy.engine.own_size].tolist()
         self.file.write(json.dumps([self.trainer.global_step, self.trainer.current_epoch, indices]) + "\n")
+        time.sleep(0.1 if (self.folder / "slow").exists() else 0.0)  # until all machines have come
         return super().training_step(batch, batch_idx)
 
     def optimizer_step(self, *args, **kwargs):
@@ -73,8 +76,8 @@ class Saves(Regressor):
         self.die("saving")
 
 
-def _saves(folder):
-    """A worker: it goes on from the last checkpoint, and saves each step."""
+def _saves(folder, epochs=2):
+    """A worker of any number of machines: it goes on from the last checkpoint, and saves each step."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     (folder / f"pid-{os.getpid()}").touch()
@@ -89,7 +92,8 @@ def _saves(folder):
     last = folder / "checkpoints" / "last.ckpt"
     saves = ModelCheckpoint(last.parent, save_last=True, every_n_train_steps=1)
     given = {"callbacks": [saves], "enable_checkpointing": True, "ckpt_path": last if last.exists() else None}
-    done = fit(int(os.environ["RANK"]), {"replan": 4}, 2, 4, model=model, dataset=Points(SAMPLES), **given)
+    given |= {"num_nodes": int(os.environ["GROUP_WORLD_SIZE"]), "max_epochs": epochs, "dataset": Points(SAMPLES)}
+    done = fit(int(os.environ["RANK"]), {"replan": 4}, int(os.environ["LOCAL_WORLD_SIZE"]), 4, model=model, **given)
     (folder / "done").write_text(str(done["steps"]))
 
 
@@ -107,6 +111,25 @@ def _agent(_rank, folder, restarts):
         start_method="fork",
     )
     elastic_launch(config, _saves)(folder)
+
+
+def attempts(folder):
+    """For each attempt that has begun, the lines of all its ranks."""
+    found = {}
+    for path in sorted(folder.glob("attempt-*")):
+        found.setdefault(path.name.split("-")[1], []).append(path.read_text().splitlines())
+    return [ranks for ranks in found.values() if all(ranks)]
+
+
+def check_samples(folder, epochs):
+    """Each sample counts once an epoch: what was not saved was done again. Returns the step at which attempts began."""
+    found, taken = attempts(folder), {epoch: [] for epoch in range(epochs)}
+    starts = [int(ranks[0][0]) for ranks in found]
+    for ranks, following in zip(found, [*starts[1:], 10**9], strict=True):
+        for step, epoch, indices in (json.loads(line) for rank in ranks for line in rank[1:] if line.endswith("]")):
+            taken[epoch] += indices if step < following else []
+    assert [sorted(indices) for indices in taken.values()] == [list(range(SAMPLES))] * epochs
+    return starts
 
 
 @pytest.fixture
@@ -137,14 +160,8 @@ def test_workers_killed_and_started_again(agent, tmp_path, point):
     second = 0 if point == "writing" else 1
     assert agent(f"0 {point} 3\n{second} {point} 14\n", restarts=2) == []
     assert (tmp_path / "done").read_text() == "24"
-    attempts = [[path.read_text().splitlines() for path in tmp_path.glob(f"attempt-{i}-*")] for i in range(3)]
-    starts = [int(ranks[0][0]) for ranks in attempts]
-    assert 0 == starts[0] < starts[1] < starts[2]
-    taken = {0: [], 1: []}
-    for ranks, following in zip(attempts, [*starts[1:], 24], strict=True):  # what was not saved was done again
-        for step, epoch, indices in (json.loads(line) for rank in ranks for line in rank[1:] if line.endswith("]")):
-            taken[epoch] += indices if step < following else []
-    assert [sorted(indices) for indices in taken.values()] == [list(range(SAMPLES))] * 2
+    first, second, third = check_samples(tmp_path, epochs=2)
+    assert 0 == first < second < third
 
 
 @LAUNCHED
@@ -153,6 +170,57 @@ def test_more_kills_than_restarts_are_an_error(agent, tmp_path):
     assert kind == "ChildFailedError"
     assert "Signal 9 (SIGKILL) received" in message
     assert not (tmp_path / "done").exists()
+
+
+@LAUNCHED
+@pytest.mark.timeout(600)
+def test_a_machine_leaves_and_another_comes(tmp_path):
+    """Two machines, one is switched off, the other goes on alone, a third joins."""
+    (tmp_path / "slow").touch()
+    port = free_port()
+    rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=elastic")
+    patience = "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=100"
+    nodes = ("--nnodes=1:3", "--nproc_per_node=1", "--max-restarts=5", "--monitor-interval=0.2")
+    command = [str(part) for part in (TORCHRUN, *nodes, *rendezvous, patience, __file__, tmp_path)]
+    env = {**os.environ, **COMMON, "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    machines = []
+
+    def comes():
+        with open(tmp_path / f"log-{len(machines)}", "w") as log:
+            machines.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+        return len(attempts(tmp_path))
+
+    def until(condition):
+        end = time.monotonic() + 100
+        while not condition():
+            assert time.monotonic() < end, logs(tmp_path)
+            time.sleep(0.1)
+
+    def trains(world, after):
+        found = attempts(tmp_path)
+        return len(found) > after and len(found[-1]) == world and min(map(len, found[-1])) > 4
+
+    def held():
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", port)) == 0
+
+    try:
+        comes()
+        until(held)  # the first holds the store, since it stays to the end
+        comes()
+        until(lambda: trains(2, 0))
+        kill_group(machines[1])
+        before = len(attempts(tmp_path))
+        until(lambda: trains(1, before))
+        before = comes()
+        until(lambda: trains(2, before))
+        (tmp_path / "slow").unlink()
+        until(lambda: machines[0].poll() is not None and machines[2].poll() is not None)
+    finally:
+        for machine in machines:
+            kill_group(machine)
+    assert (machines[0].returncode, machines[2].returncode) == (0, 0), logs(tmp_path)
+    check_samples(tmp_path, epochs=12)
 
 
 # keepers
@@ -292,3 +360,7 @@ def test_no_sample_is_lost_in_some_faults(monkeypatch, tmp_path):
     assert total["events"] == len(kinds)
     assert total["lives"] >= 4 + 3, "three were started again"
     assert total["samples"] == 960 * total["epochs"]
+
+
+if __name__ == "__main__":
+    _saves(Path(sys.argv[1]), epochs=12)
