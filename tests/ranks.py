@@ -4,6 +4,7 @@ A new process per rank and test is most of what such a test costs. :func:`run_ra
 which are forked when the first test asks for them, and sends them the function by pickle. Every job forms a process
 group of its own, on a port of its own: which rank holds the store, and when it goes, is what a user's script sees.
 After a job, a process is put back into the state it had; what the job has left behind fails the test, by its name.
+Ranks that raise stay as well, unless they leave something.
 
 ``start="fork"`` and ``start="spawn"`` give new processes: to ranks that are killed, that a fault may leave stuck, or
 that use a GPU.
@@ -235,9 +236,8 @@ def _serve(connection):
             _filter(filters)
             result = _called(fn, args, rank)
             _send(connection, result)
-            if result[0] == "error":  # its peers come to their own error, or see that it is gone, as a script would be
-                connection.poll(GRACE_S)
-                os._exit(1)
+            if result[0] == "error" and not connection.poll(GRACE_S):
+                os._exit(1)  # its peers wait for it: they see that it is gone, as a script would be
             connection.recv()  # all are done
         del fn, args
         while _AT_END:
@@ -396,14 +396,11 @@ def _run_kept(fn, world_size, args, timeout, env, expect_errors):
         results = _answers(pipes, processes, timeout)
         if None in results:
             raise _late(results, processes, timeout)
-        if any(kind == "error" for kind, _ in results):
-            for process in processes:
-                process.kill()
-            _drop(ranks, 0.0)
-            return _results(results, expect_errors)
+        failed = any(kind == "error" for kind, _ in results)
         for pipe in pipes:
-            pipe.send("all are done")
-        left = _answers(pipes, processes, 60.0)
+            with suppress(OSError):
+                pipe.send("all are done")
+        left = _answers(pipes, processes, 5.0 if failed else 60.0)
     except BaseException:
         for process in processes:
             process.kill()
@@ -411,6 +408,8 @@ def _run_kept(fn, world_size, args, timeout, env, expect_errors):
         raise
     if left != [[]] * world_size:
         _drop(ranks, 0.0)
+        if failed:  # who fails may leave something: it is gone with these processes
+            return _results(results, expect_errors)
         names = sorted({name for state in left for name in (state or ["something that takes long to end"])})
         raise RankError([], f"the test left behind: {', '.join(names)}")
     return _results(results, expect_errors)

@@ -657,8 +657,7 @@ def alone(row, number):
 )
 def test_a_row_shows_what_it_says(row):
     several = sorted({shown.job.get("ranks", 2) for shown in ROWS[row]})
-    errors = any(shown.refused for shown in ROWS[row])  # behind which threads go on, as behind searches
-    start = "fork" if errors or row in COSTLY or max(several) > 2 else "pool"
+    start = "fork" if row in COSTLY or max(several) > 2 else "pool"  # threads go on behind searches
     found = {ranks: run_ranks(_row, ranks, row, ranks, start=start, timeout=240) for ranks in several}
     for number, shown in enumerate(ROWS[row]):
         results = [result[number] for result in found[shown.job.get("ranks", 2)]]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,7 +31,7 @@ from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.core.compression.settings import LowRank
 from tests.helpers import Points, collected, covered
 from tests.loops import FRONT_ENDS, SAMPLES
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError, at_end, run_ranks
 from tests.transformers.runs import Rows, arguments, of, trained
 
 COLLECTIVES = ("allreduce", "allgather", "broadcast", "gather", "send", "recv", "barrier")
@@ -86,6 +87,12 @@ def parameters_of(loss):
             found.append(node.variable)
         queue += [following for following, _ in node.next_functions if following is not None]
     return found
+
+
+def put(owner, name, value):
+    """Put another function into its place until the run is over."""
+    at_end(partial(setattr, owner, name, vars(owner)[name]))
+    setattr(owner, name, value)
 
 
 # what must hold
@@ -221,6 +228,8 @@ class Fault:
     """Kind of the error of its rank, and a pattern of its text."""
     cause: ClassVar[str] = ""
     """What the errors of all other ranks say of it."""
+    anew: ClassVar[bool] = False
+    """Whether its ranks are new processes: it ends one of them alone, or changes a class of torch's in C++."""
     invariant: ClassVar[Callable[..., None]] = nothing_changed
 
     def prepare(self, injector):
@@ -241,7 +250,7 @@ class Fault:
 class Kill(Fault):
     """The kernel takes its memory, or a node is lost."""
 
-    error, invariant = ("Died", "signal 9"), all_end
+    error, invariant, anew = ("Died", "signal 9"), all_end, True
 
     def strike(self, injector, loss):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -262,7 +271,7 @@ class KillInAgreement(Kill):
                 self.strike(injector, None)
             return call(*args, **kwargs)
 
-        setattr(owner, name, struck)
+        put(owner, name, struck)
 
     def settings(self, folder):
         return {"replan": 2}
@@ -271,7 +280,7 @@ class KillInAgreement(Kill):
 class Raise(Fault):
     """The user's code fails."""
 
-    error, cause, invariant = ("ZeroDivisionError", BUG), f"ZeroDivisionError: {BUG}", all_end
+    error, cause, invariant, anew = ("ZeroDivisionError", BUG), f"ZeroDivisionError: {BUG}", all_end, True
 
     def strike(self, injector, loss):
         raise ZeroDivisionError(BUG)
@@ -290,6 +299,7 @@ class OutOfMemory(Fault):
     """A batch does not fit in the device's memory."""
 
     error, cause, invariant = ("OutOfMemoryError", "out of memory"), "OutOfMemoryError", done_in_pieces
+    anew = True
 
     def strike(self, injector, loss):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -302,8 +312,8 @@ class Freeze(Fault):
     seconds: float = 0.5
 
     def strike(self, injector, loss):
-        subprocess.Popen(["sh", "-c", f"sleep {self.seconds}; kill -CONT {os.getpid()}"])
-        os.kill(os.getpid(), signal.SIGSTOP)
+        with subprocess.Popen(["sh", "-c", f"sleep {self.seconds}; kill -CONT {os.getpid()}"]):
+            os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @dataclass(frozen=True)
@@ -354,7 +364,7 @@ class WrongPlan(Fault):
                 injector.count()
                 box[0] = (*box[0][: numbers[0]], box[0][numbers[0]] + 3, *box[0][numbers[0] + 1 :])
 
-        dist.broadcast_object_list = wrong
+        put(dist, "broadcast_object_list", wrong)
 
     def settings(self, folder):
         return {"replan": 2}
@@ -375,7 +385,7 @@ class CorruptMessage(Fault):
                 tensor.fill_(255)
             return broadcast(tensor, src, *args, **kwargs)
 
-        dist.broadcast = damaged
+        put(dist, "broadcast", damaged)
 
 
 @dataclass(frozen=True)
@@ -386,6 +396,7 @@ class LinkDelay(Fault):
     every: int = 1
     batches: ClassVar[int] = 0
     times: ClassVar[int | None] = None
+    anew: ClassVar[bool] = True
 
     def prepare(self, injector):
         for name in COLLECTIVES:
@@ -415,7 +426,7 @@ class LinkDown(LinkDelay):
 class LinkCut(Fault):
     """All connections of a rank to the others are closed for good, as by a firewall; the job's store stays in reach."""
 
-    error, invariant = ("RuntimeError|ElasticWorkerError", "onnection|merge"), all_end
+    error, invariant, anew = ("RuntimeError|ElasticWorkerError", "onnection|merge"), all_end, True
 
     def strike(self, injector, loss):
         store = int(os.environ["MASTER_PORT"])
@@ -446,8 +457,8 @@ class ClockJump(Fault):
 
     def strike(self, injector, loss):
         honest, honest_ns = time.time, time.time_ns
-        time.time = lambda: honest() + 5 * 3600
-        time.time_ns = lambda: honest_ns() + int(5 * 3600e9)
+        put(time, "time", lambda: honest() + 5 * 3600)
+        put(time, "time_ns", lambda: honest_ns() + int(5 * 3600e9))
 
 
 class DamagedCheckpoint(Fault):
@@ -609,7 +620,7 @@ def train(fault, mode, folder, **kwargs):
         fault = replace(fault, at=0)
     try:
         given = (fault, mode, str(folder), kwargs)
-        start = "pool" if fault is None else "fork"
+        start = "fork" if fault is not None and fault.anew else "pool"
         results, errors = run_ranks(_train, ranks, *given, timeout=WALL, start=start), {}
     except RankError as error:
         results, errors = None, {rank: (kind, text) for rank, kind, text in error.errors}
