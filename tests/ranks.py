@@ -220,6 +220,7 @@ def _serve(connection):
     gc.freeze()
     torch.set_num_threads(1)
     warnings.resetwarnings()
+    logging.getLogger("lightning_hetero").setLevel(logging.INFO)  # as an import does, which may be a job's
     atexit._clear()
     while (job := connection.recv_bytes()) != b"end":
         variables, filters, test, job = pickle.loads(job)

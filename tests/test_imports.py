@@ -1,9 +1,13 @@
-"""The import law: nothing outside the adapters imports a trainer, and the mathematics knows no process group."""
+"""The import law, and what an installation brings: all that is imported, and no release that steals credentials."""
 
 import ast
+import re
+import sys
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 PACKAGE = Path(__file__).parents[1] / "lightning_hetero"
 TRAINERS = {"lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "transformers", "trl", "ray"}
@@ -54,3 +58,26 @@ def test_no_file_breaks_the_law():
 )
 def test_the_law_is_broken_by(place, source):
     assert list(broken(source, place))
+
+
+# what an installation brings
+
+REQUIRED = {re.sub("[-_.]+", "-", one.name).lower(): one for one in map(Requirement, requires("lightning-hetero"))}
+
+OURS, SECOND = {PACKAGE.name, "_lightning_hetero_autoload"}, {"lightning_fabric", "pytorch_lightning"}
+BROUGHT = {"llvmlite": "numba", "markupsafe": "jinja2", "pyarrow": "datasets"}
+
+
+def test_all_that_is_imported_comes_with_the_package_or_one_of_its_extras():
+    names = {name.split(".")[0] for path in PACKAGE.rglob("*.py") for name in imported(path.read_text())}
+    names -= {"", *OURS, *SECOND, *sys.stdlib_module_names}
+    brings = {**packages_distributions(), **{name: [by] for name, by in BROUGHT.items()}}
+    assert [name for name in names if not {one.lower() for one in brings.get(name, [name])} & REQUIRED.keys()] == []
+
+
+def test_no_release_that_steals_credentials_is_installed():
+    """GHSA-w37p-236h-pfx3."""
+    assert [v for v in ("2.6.1", "2.6.2", "2.6.3", "2.6.4") if v in REQUIRED["lightning"].specifier] == [
+        "2.6.1",
+        "2.6.4",
+    ]

@@ -61,21 +61,28 @@ class AsksForSteps(Regressor):
 SAVED = {
     "behind an epoch": (WithValidation, {"save_on_train_epoch_end": True}, (7,)),
     "behind a validation": (WithValidation, {"save_on_train_epoch_end": False}, (7, 14)),
-    "by who asks for steps": (AsksForSteps, {"every_n_train_steps": 1}, (10,)),
+    "by who asks for steps": (AsksForSteps, {"every_n_train_steps": 1}, (7, 10)),
 }
+AGAIN = 12
+"""Step at which what went on from the first checkpoint is saved itself."""
 
 
 def _saved(rank, name, folder):
     model, when, steps = SAVED[name]
     whole = train(rank, SPLIT, 2, model=model(), max_epochs=3, **checkpoints(folder, **when))
-    rests = [train(rank, SPLIT, 2, model=model(), max_epochs=3, ckpt_path=at(folder, step)) for step in steps]
+    again = checkpoints(folder / "again", every_n_train_steps=3)
+    rests = [
+        train(rank, SPLIT, 2, model=model(), max_epochs=3, ckpt_path=at(folder, steps[0]), **again),
+        *(train(rank, SPLIT, 2, model=model(), max_epochs=3, ckpt_path=at(folder, step)) for step in steps[1:]),
+        train(rank, SPLIT, 2, model=model(), max_epochs=3, ckpt_path=at(folder / "again", AGAIN)),
+    ]
     return whole, rests
 
 
 @pytest.mark.parametrize("name", SAVED)
 def test_a_run_goes_on_identically_behind_any_step(name, tmp_path):
     for whole, rests in run_ranks(_saved, 2, name, tmp_path):
-        for step, rest in zip(SAVED[name][2], rests, strict=True):
+        for step, rest in zip((*SAVED[name][2], AGAIN), rests, strict=True):
             np.testing.assert_array_equal(rest["weights"], whole["weights"])
             assert rest["seen"] == whole["seen"][step:]
             assert rest["steps"] == 3 * STEPS

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.utils import InitProcessGroupKwargs
 from torch.utils.data import DataLoader
 
 import lightning_hetero
+from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
 from lightning_hetero.comm.agreement.control_plane import ControlPlane, before_another
 from lightning_hetero.comm.agreement.notices import Notices
 from lightning_hetero.comm.agreement.shared_counter import SharedCounter
@@ -190,6 +192,10 @@ def test_clusters_and_agreement_work_beside_a_default_group_that_is_bound_to_a_g
 
 
 def _joins(rank, name, backends):
+    if name == "HeteroAccelerator":
+        chosen = InitProcessGroupKwargs(backend=backends[rank], timeout=WITHIN)
+        HeteroAccelerator(cpu=True, hetero_plugin=HeteroPlugin(), kwargs_handlers=[chosen])
+        return
     strategy = getattr(lightning_hetero, name)(process_group_backend=backends[rank], timeout=WITHIN)
     trainer_of(strategy, len(backends)).fit(Regressor(), DataLoader(Points(16), 2))
 
@@ -200,9 +206,10 @@ def _joins(rank, name, backends):
         ("HeteroDDPStrategy", ("gloo", "nccl")),
         ("HeteroFSDPStrategy", ("cpu:gloo,cuda:nccl", "gloo", "gloo")),
         ("HeteroElasticStrategy", ("mpi", "gloo")),
+        ("HeteroAccelerator", ("mpi", "gloo")),
         ("HeteroDDPStrategy", ("nccl", "nccl")),
     ],
-    ids=["ddp", "fsdp", "elastic", "no GPU"],
+    ids=["ddp", "fsdp", "elastic", "accelerate", "no GPU"],
 )
 def test_ranks_whose_backends_do_not_fit_are_refused_before_they_wait_for_each_other(name, backends):
     errors = run_ranks(_joins, len(backends), name, backends, expect_errors=True, start="fork")

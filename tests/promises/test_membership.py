@@ -5,12 +5,14 @@ Keepers and workers are threads of this process, by a clock that is counted, and
 
 import sys
 import time
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
+from lightning_hetero.comm.membership import group_sockets
 from lightning_hetero.comm.membership import roster as module
-from lightning_hetero.comm.membership.group_sockets import making_group, shut_down_groups
+from lightning_hetero.comm.membership.group_sockets import connect, making_group, shut_down_groups
 from lightning_hetero.comm.membership.members import Generation, Member, MembershipError, TrainingOverError
 from lightning_hetero.comm.membership.members_watch import STUCK
 from lightning_hetero.comm.membership.roster import Roster, RosterSettings
@@ -134,10 +136,30 @@ def test_a_newcomer_waits_until_the_members_come_to_the_next_generation(job):
     assert found[1]["result"].number == 2
 
 
-@pytest.mark.parametrize("written", [False, True], ids=["before it wrote the members down", "after"])
+class StopsBehindItsSecondWrite:
+    """A store whose owner stands still when it has come, and has written something besides."""
+
+    def __init__(self, store, stop):
+        self.store, self.stop, self.writes = store, stop, 0
+
+    def __getattr__(self, name):
+        return lambda *args: self._done(name, getattr(self.store, name)(*args))
+
+    def _done(self, name, found):
+        self.writes += name in ("set", "add", "compare_set")
+        if self.writes == 2:
+            self.stop()
+            time.sleep(0.1)
+        return found
+
+
+@pytest.mark.parametrize("written", [None, False, True], ids=["as it begins", "before it wrote members", "after"])
 def test_who_leads_a_generation_may_be_lost(job, written):
     """Whoever is among the members that were written down keeps to them, and leaves again; another goes on waiting."""
     job.lose(1)
+    if written is None:
+        board = job.workers[0].board
+        board.store = StopsBehindItsSecondWrite(board.store, lambda: job.clock.frozen.add((0, 0)))
     job.come(0)
     job.clock.pass_(1.0)
     job.clock.frozen.add((0, 0))
@@ -328,6 +350,16 @@ def test_a_pulse_is_of_its_life_and_falls_silent_under_a_debugger(clock, monkeyp
 
 
 # connections
+
+
+@pytest.mark.parametrize("given", [None, 7.0, 0.5])
+def test_a_lost_worker_is_not_waited_for_in_the_making_of_a_group(given, monkeypatch):
+    """Gloo waits five times the timeout of a group for its connections, whose calls then have the one that is given."""
+    timeout, made, has = given and timedelta(seconds=given), [], {}
+    monkeypatch.setattr(group_sockets, "_set_pg_timeout", lambda timeout, group: has.update({group: timeout}))
+    assert connect(lambda timeout: made.append(timeout) or "a group", timeout) == "a group"
+    assert made[0] <= timedelta(seconds=2)
+    assert has == {"a group": timeout or dist.default_pg_timeout}
 
 
 def test_only_connections_of_groups_are_shut_down():
