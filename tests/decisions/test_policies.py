@@ -15,6 +15,7 @@ from tqdm import tqdm
 from lightning_hetero import AdaptiveBatchCallback, BatchPlan, DynamicBatchPIDCallback, PerfModelCallback
 from lightning_hetero.callbacks.base import PolicyCallback
 from lightning_hetero.config import HeteroConfig
+from lightning_hetero.core.batching.cost.weights import CostWeights
 from lightning_hetero.core.metrics import plan_metrics
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies import NAMED
@@ -149,6 +150,10 @@ def test_metrics_by_hand():
         "step_time": 1.5,
         "idle_fraction": pytest.approx(1 - 0.875 / 1.5),
     }
+    by_cost = BatchPlan(8, (6, 2), cost=CostWeights.of("cost"))
+    found = plan_metrics(observations(), by_cost, None, rows=(5.5, 2.5))
+    assert [found[f"hetero/local_batch_size/rank{rank}"] for rank in range(2)] == [5.5, 2.5]
+    assert [found[f"hetero/work_share/rank{rank}"] for rank in range(2)] == [0.75, 0.25]
 
 
 # what Lightning's own callbacks show
@@ -185,7 +190,7 @@ def _bars(rank):
     for bar, settings in ((TQDMProgressBar(), {"local_batch_sizes": [5, 3]}), (RichProgressBar(), {"replan": 4})):
         before, watch = bar.get_metrics, Watch()
         with told_time() as clock:
-            more = {"dataset": Points(120), "max_epochs": 1, "enable_progress_bar": True, "callbacks": [bar, watch]}
+            more = {"dataset": Points(116), "max_epochs": 1, "enable_progress_bar": True, "callbacks": [bar, watch]}
             fit(rank, settings, 2, 4, model=Told(clock), **more)
         found.append((watch.given, watch.texts, bar.get_metrics == before))
     return found
@@ -193,7 +198,8 @@ def _bars(rank):
 
 def test_a_progress_bar_shows_split_idle_time_and_speed_over_even_sizes():
     (given, texts, left), (found, _, left_too) = run_ranks(_bars, 2)[0]
-    assert {metrics["split"] for metrics in given} == {"5/3"}
+    assert {metrics["split"] for metrics in given[:-1]} == {"5/3"}
+    assert given[-1]["split"] == "3/1", "of the last batch"
     assert any("split=" in text for text in texts)
     assert "idle" not in found[0], "nothing was measured yet"
     assert re.fullmatch(r"\d+%", found[-1]["idle"])

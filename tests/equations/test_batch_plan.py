@@ -109,6 +109,11 @@ def test_a_plan_is_plain_python_whatever_it_was_made_of():
     assert (PlanHistory.from_state_dict(other.state_dict()), other.digest()) == (one, one.digest())
 
 
+def test_a_split_by_cost_is_told_as_shares_of_the_work():
+    lines = [PlanEntry(0, 0, BatchPlan(8, (6, 2), cost=cost)).describe() for cost in (None, LEARNED)]
+    assert ["75/25 %" in line for line in lines] == [False, True]
+
+
 @pytest.mark.parametrize(
     ("make", "error", "names"),
     [

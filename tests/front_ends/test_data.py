@@ -120,7 +120,8 @@ def test_data_are_shared_by_the_plan_an_adopted_one_changes_the_next_and_a_run_g
 
 
 def _run(rank, front_end, settings, kwargs):
-    return FRONT_ENDS[front_end](rank, settings, 6, world_size=2, **kwargs)
+    lines = collected()
+    return {**FRONT_ENDS[front_end](rank, settings, 6, world_size=2, **kwargs), "said": lines}
 
 
 @pytest.mark.parametrize("front_end", ["fabric", "accelerate"])
@@ -162,6 +163,8 @@ def test_the_sizes_that_are_recorded_are_those_that_ran(front_end, settings, pla
     assert any(results[0]["rows"])
     by_cost = "cost_fn" in settings
     assert record.header.by_cost is by_cost
+    first = next(line for line in results[0]["said"] if line.startswith("plan from"))
+    assert ("equal work" in first) is by_cost
     if not by_cost:
         assert [one.ran for one in record.rounds] == [one.sizes for one in record.rounds], "those of the running plan"
 

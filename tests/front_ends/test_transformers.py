@@ -22,7 +22,7 @@ from transformers import TrainerCallback, trainer_jit_checkpoint
 from lightning_hetero.accelerate import HeteroPlugin
 from lightning_hetero.core import DamagedCheckpointError
 from lightning_hetero.transformers import HeteroTrainer, HeteroTrainingArguments, hetero_trainer
-from lightning_hetero.transformers.requirements import check_trainer
+from lightning_hetero.transformers.requirements import check_trainer, inexact_loss
 from tests.helpers import collected
 from tests.ranks import run_ranks
 from tests.transformers.runs import VOCABULARY, Rows, arguments, bert, labelled, llama, of, padded, texts, trained
@@ -285,9 +285,16 @@ def test_what_cannot_be_right_is_an_error_on_every_rank(what, says):
 def test_arguments_that_cannot_be_split_unevenly_are_refused_by_name(given, model, settings, says):
     args = HeteroTrainingArguments(output_dir="out", use_cpu=True, report_to=[], bf16=False)
     check_trainer(args, SimpleNamespace(tp_size=1), HeteroPlugin())
+    check_trainer(SimpleNamespace(**vars(args), world_size=1, num_generations=4), None, HeteroPlugin())
     args = SimpleNamespace(**{**vars(args), "world_size": 2, **given})
     with pytest.raises(ValueError, match=says):
         check_trainer(args, model, HeteroPlugin(**settings))
+
+
+@pytest.mark.parametrize("name", ["ORPOTrainer", "CPOTrainer", "DPOTrainer"])
+def test_a_trainer_of_trl_whose_loss_mixes_two_means_is_named(name):
+    trainer = type(name, (), {"compute_loss": mean, "__module__": "trl.trainer"})()
+    assert (name in (inexact_loss(trainer) or "")) == (name != "DPOTrainer")
 
 
 def test_any_trainer_becomes_one_of_unequal_workers():
@@ -551,11 +558,18 @@ def test_a_batch_size_is_found_and_what_was_switched_is_put_back():
     assert run_ranks(_finds, 2) == [((7, 7), True)] * 2
 
 
+class OtherBatches(HeteroTrainer):
+    """Trains on batches that no loader has handed out."""
+
+    def training_step(self, model, inputs, *given):
+        return super().training_step(model, padded(texts(3).rows), *given)
+
+
 def _plain(rank):
     lines = collected()
     logging.getLogger("lightning_hetero").setLevel(logging.INFO)
     given = {"model": llama(), "args": arguments(8, None), "train_dataset": texts(), "data_collator": padded}
-    trainer = hetero_trainer(Trainer)(**given)
+    trainer = OtherBatches(**given)
     return type(trainer.accelerator).__module__, trained(trainer)["steps"], [x for x in lines if "no effect" in x]
 
 

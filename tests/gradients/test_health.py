@@ -15,7 +15,7 @@ from lightning_hetero.comm.gradients.health import Health, NonFiniteError
 from lightning_hetero.comm.gradients.nonfinite import StepSkipper, all_finite, clear
 from lightning_hetero.comm.gradients.weight_check import WeightCheck, WeightSettings
 from tests.gradients.runs import Run, Way
-from tests.helpers import collected
+from tests.helpers import Points, Regressor, collected, fit
 from tests.ranks import run_ranks
 from tests.timing.clocks import Hand
 
@@ -266,6 +266,16 @@ def test_stopping_is_an_error_on_all_ranks_that_names_rank_and_batch(name, what,
         assert ("rank 1" in result[name, what]["error"]) == (what == "loss")
         assert len(result[name, what]["weights"]) == end
         assert np.isfinite(result[name, what]["weights"]).all()
+
+
+def _single(rank):
+    lines = collected()
+    fit(rank, {"local_batch_sizes": [7, 1]}, 2, 4, Regressor(loss_scale=NAN), Points(16), max_epochs=1)
+    return ["min_local_batch_size" in line for line in lines if "the loss is" in line]
+
+
+def test_only_a_rank_with_a_single_sample_is_told_how_to_avoid_such_batches():
+    assert run_ranks(_single, 2) == [[False], [True]]
 
 
 # weights of all ranks

@@ -267,13 +267,15 @@ def gathered(z, net):
     return nn.functional.cross_entropy(z[:, :7] @ others.T, torch.arange(len(z)))
 
 
-class CoSENTLoss(nn.Module):
-    """A loss that is known by its name."""
-
-    def forward(self, z):
-        return z.square().mean()
+def loss_named(name, **attributes):
+    """A class of losses that is known by its name."""
+    return type(name, (nn.Module,), {"forward": lambda self, z: z.square().mean(), **attributes})
 
 
+RELATING = (
+    *("NTXentLoss", "DCLLoss", "BarlowTwinsLoss", "VICRegLoss", "SupConLoss", "BaseMetricLossFunction", "BaseMiner"),
+    *("CoSENTLoss", "LovaszLoss"),
+)
 WEIGHTS = torch.linspace(0.1, 1.0, 14, dtype=torch.float64)
 TOLD = {
     "weight_fn": {
@@ -287,7 +289,9 @@ TOLD = {
     },
     "min_local_batch_size": {
         "contrastive": lambda: contrastive,
-        "CoSENT": CoSENTLoss,
+        **{name: loss_named(name) for name in RELATING},
+        "Dice over the batch": loss_named("DiceLoss", batch=True),
+        "Dice that knows no other way": loss_named("DiceLoss", __module__="segmentation_models_pytorch.losses.dice"),
     },
     None: {
         "entropy": entropy,
@@ -297,6 +301,7 @@ TOLD = {
         "and weights": lambda: lambda z, net: z.square().mean() + sum(p.square().sum() for p in net.parameters()),
         "causal, lengths that change": lambda: causal_of(2, 7),
         "gathered": lambda: gathered,
+        "Dice of each sample": loss_named("DiceLoss", batch=False),
     },
 }
 TABLE = [(setting, name) for setting, losses in TOLD.items() for name in losses]

@@ -304,6 +304,7 @@ def test_the_plan_that_a_run_begins_with(given, total, more, expected):
         ((6, 4, 2), (9, 3, 9), (7, 3, 2), 1),
         ((8, 0, 4), (6, 9, 9), (6, 0, 6), 1),  # one that was left out stays so
         ((8, 4), (7, 99), (4, 8), 4),
+        ((8, 4, 4), (7, 99, 99), (4, 8, 4), 4),
     ],
 )
 def test_a_plan_beyond_a_bound_that_has_fallen_becomes_one_of_the_same_total(sizes, high, fitting, multiple):

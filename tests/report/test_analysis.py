@@ -87,6 +87,8 @@ def test_means_are_over_steps_and_ratios_over_the_rounds_in_which_both_are_known
     four = figures(at(accumulation=4))
     assert four.workers[1].compute == pytest.approx(4 * figures(at()).workers[1].compute)
     assert (four.rate, four.workers[0].rate) == pytest.approx((128 / four.step_time, 64 / four.step_time))
+    ran = figures(at((20, 12), rows=(16.0, 16.0), count=1), at((20, 12), rows=(18.0, 14.0), count=3))
+    assert [worker.size for worker in ran.workers] == [17.5, 14.5]
     empty = RunRecord.of([header(2)])
     found = RunFigures(empty)
     assert found.last == found.workers == what_if(found) == advice(found) == ()
@@ -211,6 +213,9 @@ def test_the_summary_says_what_was_decided_what_is_missing_and_how_it_ended():
         *(f"{1e3 * found.step_time_before:.4g}", f"{1e3 * found.step_time:.4g}", f"{1e3 * found.predicted:.4g}"),
     ):
         assert words in text
+    texts = text, summary_of(a_run(by_cost=True)).text()
+    assert [one.count("even sizes") for one in texts] == [2, 0], "in the verdict and in the line on steps"
+    assert [one.count("equal work") for one in texts] == [0, 2]
     failed = replace(run, end=EndRecord(1.0, 0, 3, 3, "RuntimeError: boom"))
     assert "RuntimeError: boom" in summary_of(failed).lines[-1]
     link = replace(run, stragglers=tuple(replace(one, rank=-1) for one in run.stragglers))
