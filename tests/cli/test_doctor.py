@@ -180,7 +180,7 @@ class Others:
 def examined(monkeypatch, capsys):
     """Document of a job whose ranks are pretended; ``own`` has the facts of the first one, and the others' answers."""
 
-    def _examined(*others, own=None, speeds=(1e12, 5e11), hosts=False, **answers):
+    def _examined(*others, own=None, speeds=(1e12, 5e11), hosts=False, document=True, **answers):
         world = max(len(others) + 1, 2)
         others = others or (process(1),)
         job = {"WORLD_SIZE": str(world), "RANK": "0", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1"}
@@ -194,13 +194,14 @@ def examined(monkeypatch, capsys):
         }
         for name, value in patched.items():
             monkeypatch.setattr(module, name, value)
-        examination = module.Examination(options_of(hosts=hosts), job)
+        examination = module.Examination(options_of(hosts=hosts, json=document), job)
         usual = {"facts": [[one] for one in others], "autoload": [None], "speed": [speed(v) for v in speeds[1:]]}
         usual |= {"pairs": [patched["measure_pairs"](None)] * (world - 1), "all-reduces": [SUMS]}
         examination.ranks = Others(usual | answers)
         examination.go()
         examination.write()
-        return json.loads(capsys.readouterr().out)
+        written = capsys.readouterr().out
+        return json.loads(written) if document else written
 
     return _examined
 
@@ -216,6 +217,13 @@ def test_the_first_rank_writes_what_all_have_measured(examined, monkeypatch):
     for word in ("torch differs", "torch 2.13.0 is installed", "numba 1.0 is installed"):
         assert any(word in text for text in found["problems"]), word
     assert not any("numpy" in text for text in found["problems"])
+
+
+def test_the_text_says_what_the_document_does(examined):
+    versions = {"torch": "2.13.0", "cuda": "12.8"}
+    text = examined(process(1, "lab2"), own={"versions": versions}, hosts=True, document=False)
+    words = ("torch 2.13.0", "CUDA 12.8", "RTX 3090", "lab2", "500 GFLOP/s", "50.0%", "1 GB/s", "4 KiB", "Problems")
+    assert [word for word in words if word not in text] == []
 
 
 @pytest.mark.parametrize(

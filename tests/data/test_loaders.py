@@ -272,7 +272,7 @@ HOSTILE = {
     "no shards": (stream, CLAIM, dict, "shard='claim'"),
     "map-style shards": (points, CLAIM, dict, "shard"),
     "streams that differ": (stream, WHOLE, dict, "shard='whole'"),
-    "a stream's total that moves": (stream, {}, moves, "stream"),
+    "a stream's total that moves": (stream, {}, moves, "max_total_batch_size"),
     "a stream that fails": (
         lambda rank: DataLoader(Numbered(thirds(rank), fails_at=14 if rank else None), 4),
         {},

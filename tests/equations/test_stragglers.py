@@ -106,6 +106,8 @@ def test_a_straggler_costs_what_the_others_wait():
     detector, *_ = watched("2x .1 .15 .1 | 2x .1 .15 .2")
     worst = detector.active[detector.worst]
     assert (worst.cost, worst.excess, detector.lost) == pytest.approx((0.05, 0.1, 0.05 * 18))
+    detector, *_ = watched(f"{LINKED} | .1 .1 link=.05")
+    assert detector.active[LINK].cost == pytest.approx(0.04), "of the newest round"
 
 
 # closed loop: a training whose split follows its policy, with one fault on the way

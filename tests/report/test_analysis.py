@@ -218,8 +218,9 @@ def test_the_summary_says_what_was_decided_what_is_missing_and_how_it_ended():
     assert [one.count("equal work") for one in texts] == [0, 2]
     failed = replace(run, end=EndRecord(1.0, 0, 3, 3, "RuntimeError: boom"))
     assert "RuntimeError: boom" in summary_of(failed).lines[-1]
-    link = replace(run, stragglers=tuple(replace(one, rank=-1) for one in run.stragglers))
-    assert "most by the link" in summary_of(link).text()
+    for rank, name in ((-1, "the link"), (0, "rank 0 (data)")):
+        others = replace(run, stragglers=tuple(replace(one, rank=rank) for one in run.stragglers))
+        assert f"most by {name}" in summary_of(others).text()
     seen = sum(one.count for one in run.rounds)
     for more, said in ((1, False), (40, True)):
         ended = replace(run, end=EndRecord(1.0, 0, 3, seen + more))
