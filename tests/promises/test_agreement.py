@@ -212,7 +212,7 @@ def _joins(rank, name, backends):
     ids=["ddp", "fsdp", "elastic", "accelerate", "no GPU"],
 )
 def test_ranks_whose_backends_do_not_fit_are_refused_before_they_wait_for_each_other(name, backends):
-    errors = run_ranks(_joins, len(backends), name, backends, expect_errors=True, start="fork")
+    errors = run_ranks(_joins, len(backends), name, backends, expect_errors=True)
     assert [(rank, kind) for rank, kind, _ in errors] == [(rank, "ValueError") for rank in range(len(backends))]
     assert all("process_group_backend" in text for *_, text in errors)
 

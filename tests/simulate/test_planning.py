@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from lightning_hetero.simulate import Cluster, Given, Link, Worker, plan_cluster, read_cluster, record
+from lightning_hetero.simulate.planning import without_one as module
 from tests.learned import knowing
 
 FULL = """\
@@ -230,6 +231,18 @@ def without_one(answer, workers, total, link, optimum):
         assert others[answer.leave_out] == pytest.approx(min(others))
         assert answer.without_it == pytest.approx(min(others))
         assert answer.gain_without_it == pytest.approx(optimum / min(others) - 1)
+
+
+def test_what_each_of_very_many_workers_brings_is_solved_in_real_numbers(monkeypatch, seed):
+    rng = np.random.default_rng(seed)
+    draws = [(f"w{i}", *rng.uniform(1e-4, 1e-2, 4)) for i in range(12)]
+    workers = tuple(Worker(*draw, memory=2000 if i % 4 == 3 else None) for i, draw in enumerate(draws))
+    cluster, found = Cluster(workers, Link(1e5, 1e7)), []
+    for exact in (10**9, 0):
+        monkeypatch.setattr(module, "EXACT", exact)
+        found.append([worker.brings for worker in plan_cluster(cluster, 10_000).workers])
+    assert found[1] == pytest.approx(found[0], rel=0.01, abs=1e-4)
+    assert max(found[0]) > 0.1
 
 
 def needed_rate(answer, workers, total, link, optimum):
