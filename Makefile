@@ -33,8 +33,8 @@ test test-slow: export PYTHONDONTWRITEBYTECODE =
 test: venv
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not (slow or gpu)"
 
-# Many seeds, kill loops, launchers, recipes, limits of resources, in order of value: an hour, or `BUDGET=600` seconds,
-# after which what was left out is named.
+# Many seeds, kill loops, launchers, recipes, limits of resources, in order of value: twenty minutes on two idle
+# cores, or `BUDGET=600` seconds, after which what was left out is named.
 test-slow: venv
 	$(BIN)/python tests/slow.py $(if $(BUDGET),--budget $(BUDGET))
 

@@ -285,7 +285,7 @@ def described(path, root, kind, node, other):
 
 
 def draw(root, seed, count, under):
-    """Return ``count`` mutants: each package gets a number by its lines of code, at least one; files by their sites."""
+    """Return ``count`` mutants: each package gets a number by the places where it can be changed, at least one."""
     chance = random.Random(seed)
     rooms = {}
     for path in sorted((root / PACKAGE).rglob("*.py")):

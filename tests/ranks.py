@@ -3,11 +3,14 @@
 A new process per rank and test is most of what such a test costs. :func:`run_ranks` therefore keeps its processes,
 which are forked when the first test asks for them, and sends them the function by pickle. Every job forms a process
 group of its own, on a port of its own: which rank holds the store, and when it goes, is what a user's script sees.
-After a job, a process is put back into the state it had; what the job has left behind fails the test, by its name.
-Ranks that raise stay as well, unless they leave something.
+After a job, a process is put back into the state it had; functions, classes, threads, processes and handlers of signals
+that the job has left behind fail the test, by their names. (Values of modules are neither compared nor put back.)
+
+If a rank raises, its peers have ``GRACE_S`` to come to their own end; then it exits, which is how they would learn of
+it in a script. Where none had to exit and nothing was left, the processes stay.
 
 ``start="fork"`` and ``start="spawn"`` give new processes: to ranks that are killed, that a fault may leave stuck, or
-that use a GPU.
+that use a GPU. If you suspect the pool, try ``start="fork"``. Ranks that are late write their stacks to stderr.
 """
 
 import atexit
@@ -63,6 +66,7 @@ class RankError(AssertionError):
 # in a rank
 
 GRACE_S = 2.0
+"""Seconds for which a rank that raised waits for its peers, before it exits."""
 _AT_END = []
 
 
@@ -362,6 +366,9 @@ def _results(results, expect_errors):
 
 def run_ranks(fn, world_size, *args, timeout=240.0, env=None, expect_errors=False, start="pool"):
     """``fn(rank, *args)`` on every rank at once; the list of results, or of ``(rank, type, message)`` of the errors.
+
+    With ``expect_errors``, the list of errors is returned, which is empty if no rank raised. ``env`` has further
+    variables of the ranks' environment.
 
     Processes that stay (``start="pool"``) know nothing of what a test has patched, and get ``fn`` by pickle: it is a
     function of a module. ``"fork"`` gives each rank a new process with all that the test's has. Ranks that use a GPU

@@ -75,8 +75,8 @@ def test_all_that_is_imported_comes_with_the_package_or_one_of_its_extras():
     assert [name for name in names if not {one.lower() for one in brings.get(name, [name])} & REQUIRED.keys()] == []
 
 
-def test_no_release_that_steals_credentials_is_installed():
-    """GHSA-w37p-236h-pfx3."""
+def test_no_release_of_lightning_that_steals_credentials_may_be_installed():
+    """GHSA-w37p-236h-pfx3: 2.6.2 and 2.6.3."""
     assert [v for v in ("2.6.1", "2.6.2", "2.6.3", "2.6.4") if v in REQUIRED["lightning"].specifier] == [
         "2.6.1",
         "2.6.4",

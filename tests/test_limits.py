@@ -591,14 +591,14 @@ ELSEWHERE = {
     '`precision="bf16-mixed"`': ("one_process/test_modules.py", '"bfloat16"'),
     "`static_graph`": ("one_process/test_modules.py", '"static graph"'),
     "freezing and unfreezing in the run (`BaseFinetuning`)": ("one_process/test_modules.py", '"finetuned"'),
-    "`compression`": ("modes/test_compression.py", "COMPRESSORS"),
+    "`compression`": ("modes/test_compression.py", "def test_what_is_applied_is_the_compressed_gradient"),
     "`hierarchy`": ("one_process/test_front_ends.py", '"clusters"'),
-    "a loss that gathers over ranks by itself": ("one_process/test_losses.py", "GATHERS"),
+    "a loss that gathers over ranks by itself": ("one_process/test_losses.py", "def test_a_gather_by_the_loss"),
     "`IterableDataset`": ("one_process/test_front_ends.py", '"a stream of each"'),
     "`batch_size=None`": ("one_process/test_front_ends.py", '"batches of a dataset"'),
     "`num_workers`": ("one_process/test_front_ends.py", '"loader workers"'),
-    "sharded models (`hetero_fsdp`)": ("modes/test_fsdp.py", "partly"),
-    "`trainer.validate`, `test`, `predict`": ("modes/test_balance.py", "balance_evaluation"),
+    "sharded models (`hetero_fsdp`)": ("modes/test_fsdp.py", "def test_one_file_leads_from_hetero_ddp"),
+    "`trainer.validate`, `test`, `predict`": ("modes/test_balance.py", "def test_balanced_evaluation"),
 }
 COSTLY = {
     "`LearningRateFinder`", "`StochasticWeightAveraging`", "`WeightAveraging`, `EMAWeightAveraging`",
@@ -607,7 +607,6 @@ COSTLY = {
     "`val_check_interval` as a share of the epoch", "`EarlyStopping`", "`GradientAccumulationScheduler`",
     "`estimated_stepping_batches` in `configure_optimizers`", "`max_steps`", "dataset smaller than a batch",
     "`reload_dataloaders_every_n_epochs`", "`torch.compile`", "`overfit_batches`",
-
 }  # fmt: skip
 MARK = pytest.mark.slow("rows that others of the quick run cover in part, or whose work is Lightning's own")
 
@@ -664,7 +663,9 @@ def test_a_row_shows_what_it_says(row):
         if shown.refused is not None:
             for result in results:
                 assert isinstance(result, str), f"{shown.job} was not refused"
-                assert re.search(shown.refused, result), result
+                kind, _, text = result.partition(": ")
+                assert kind in ("MisconfigurationException", "RuntimeError", "ValueError"), result
+                assert re.search(shown.refused, text), result
         elif shown.alone is not None:
             shown.check(results, alone(row, number))
         else:

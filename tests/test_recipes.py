@@ -57,9 +57,14 @@ for wrong in ({"staleness": 1}, {"hierarchy": [[0], [1]]}, {"sparse_optimizer": 
         raise AssertionError(wrong)
 """,
     "a merge rule": """
+import subprocess
+import sys
+
 import tests.elastic.test_engine as elastic
+import tests.equations.test_merging as equations
 
 elastic.check_loop("inverse_norm")
+subprocess.run([sys.executable, "-m", "pytest", "-q", "-c", "pyproject.toml", equations.__file__], check=True)
 """,
     "a front end": """
 from pytorch_lightning.strategies import StrategyRegistry

@@ -21,8 +21,18 @@ workers = st.integers(1, 6).flatmap(
 
 # Algorithm 2
 
+EQUAL = ("mean", "elastic", "crossbow")
+"""Rules that give every replica the same weight; `adaptive` is A's."""
 
-@given(workers, st.sampled_from(sorted(MERGES)), st.booleans(), st.floats(0, 1), st.floats(0, 1))
+
+@pytest.mark.parametrize("name", MERGES)
+def test_weights_are_shares(name):
+    found = np.array(MERGES[name].weights((64, 32, 8), (3, 2, 4), (0.5, 2.0, 0.3), AdaptiveSettings(64)).weights)
+    assert (found > 0).all()
+    assert found.sum() == pytest.approx(1)
+
+
+@given(workers, st.sampled_from(("adaptive", *EQUAL)), st.booleans(), st.floats(0, 1), st.floats(0, 1))
 def test_weights_worker_by_worker(worker, merge, renormalize, delta, threshold):
     """Shares of updates, or of batches if all did as many; regular replicas are perturbed; ties go by batch size."""
     sizes, updates, norms = worker
@@ -30,9 +40,9 @@ def test_weights_worker_by_worker(worker, merge, renormalize, delta, threshold):
     found = MERGES[merge].weights(sizes, updates, norms, settings)
     shares = sizes if len(set(updates)) == 1 else updates
     expected, ranks = [share / sum(shares) for share in shares], range(len(sizes))
-    if not MERGES[merge].scales:
+    if merge in EQUAL:
         expected = [1 / len(sizes)] * len(sizes)
-    perturbed = MERGES[merge].scales and max(norms) < threshold and len(sizes) > 1
+    perturbed = merge not in EQUAL and max(norms) < threshold and len(sizes) > 1
     if perturbed:
         expected[max(ranks, key=lambda i: (updates[i], sizes[i], -i))] *= 1 + delta
         expected[min(ranks, key=lambda i: (updates[i], sizes[i], -i))] *= 1 - delta

@@ -15,8 +15,6 @@ from lightning_hetero.strategies.fabric_ddp import HeteroDDPStrategy as HeteroFa
 from tests.helpers import Points, fit
 from tests.ranks import run_ranks
 
-INF, NAN = float("inf"), float("nan")
-
 
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),

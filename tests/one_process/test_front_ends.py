@@ -248,7 +248,7 @@ WRONG = {
 
 def _wrong(rank, front_end):
     for match, settings in WRONG.items():
-        with pytest.raises(Exception, match=match):
+        with pytest.raises(ValueError, match=match):
             FRONT_ENDS[front_end](rank, settings, 5, world_size=2)
     return True
 

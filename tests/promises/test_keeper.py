@@ -48,7 +48,7 @@ class Kept:
     def __init__(self, clock, monkeypatch, *lives, other=OVER, **kwargs):
         self.clock, self.board = clock, Told()
         self.board.tell(0, 0, other)
-        self.other_beats = clock.run("other", self._beat)
+        clock.run("other", self._beat)
         self.lives = Lives(clock, *(life if callable(life) else lambda *_, life=life: life for life in lives))
         monkeypatch.setattr(subprocess, "Popen", self.lives)
         self.keeper = Keeper(["python", "train.py"], self.board, slot=1, slots=2, **kwargs)
