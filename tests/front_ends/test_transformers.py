@@ -568,7 +568,8 @@ class OtherBatches(HeteroTrainer):
 def _plain(rank):
     lines = collected()
     logging.getLogger("lightning_hetero").setLevel(logging.INFO)
-    given = {"model": llama(), "args": arguments(8, None), "train_dataset": texts(), "data_collator": padded}
+    refused = {"auto_find_batch_size": True} if os.environ.get("ACCELERATE_USE_HETERO") == "false" else {}
+    given = {"model": llama(), "args": arguments(8, None, **refused), "train_dataset": texts(), "data_collator": padded}
     trainer = OtherBatches(**given)
     return type(trainer.accelerator).__module__, trained(trainer)["steps"], [x for x in lines if "no effect" in x]
 

@@ -2,6 +2,7 @@
 
 import random
 import re
+import weakref
 
 import numpy as np
 import pytest
@@ -181,6 +182,37 @@ def test_what_training_allocates_later_is_that_of_what_is_trained():
     assert later_bytes(model, HeteroConfig()) == 400 * 3
     assert later_bytes(model, HeteroConfig(compression="block_topk(density=0.1)")) == 400 * (3 + 2)
     assert later_bytes(model, HeteroConfig(staleness=1)) == 400 * (3 + 2)
+
+
+class OnADevice(Regressor):
+    """A sample takes ten of the bytes that are left."""
+
+    def training_step(self, batch, batch_idx):
+        if 10 * len(batch[0]) > self.left:
+            raise torch.OutOfMemoryError("no memory")
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize(("reserved", "fits"), [(0, 100), (600, 40), (995, 0), (2000, 0)])
+def test_what_training_allocates_later_is_taken_while_trying_and_given_back(monkeypatch, reserved, fits):
+    model, empty = OnADevice(dtype=torch.float32), torch.empty
+    model.left = 1000
+
+    def give(num_bytes):
+        model.left += num_bytes
+
+    def rationed(*size, **kwargs):
+        made = empty(*size, **kwargs)
+        if made.dtype == torch.uint8:
+            if made.numel() > model.left:
+                raise torch.OutOfMemoryError("no memory")
+            give(-made.numel())
+            weakref.finalize(made, give, made.numel())
+        return made
+
+    monkeypatch.setattr(memory.torch, "empty", rationed)
+    assert fits - 1 <= probe(model, reserved=reserved) <= fits
+    assert model.left == 1000
 
 
 def attached(loader):
