@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.planning.planner import PerfModelPlanner
 from lightning_hetero.core.policies.base import Decision, PlanContext, Planner, Proposal
-from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.core.policies.proportional import ProportionalPlanner
 from lightning_hetero.simulate import ClusterSimulator, DeviceProfile, LinkProfile
 from lightning_hetero.simulate.cluster.truth.factors import Factors

@@ -24,8 +24,8 @@ from lightning_hetero import BatchPlan, DynamicBatchPIDCallback, HeteroDDPStrate
 from lightning_hetero.callbacks import PerfModelCallback
 from lightning_hetero.callbacks.base import PolicyCallback
 from lightning_hetero.core import StepObservations
+from lightning_hetero.core.planning.planner import PerfModelPlanner
 from lightning_hetero.core.policies.base import PlanContext
-from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.simulate import DeviceProfile, EmulatedDeviceCallback
 
 WIDTH, LAYERS = 32, 8

@@ -21,8 +21,8 @@ from hardware import write_table
 
 from lightning_hetero import BatchPlan, ClusterTimeModel
 from lightning_hetero.core import StepObservations
+from lightning_hetero.core.planning.planner import PerfModelPlanner
 from lightning_hetero.core.policies.base import PlanContext
-from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.core.timing.winsorized_mean import winsorized_mean
 
 HERE = Path(__file__).parent

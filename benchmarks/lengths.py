@@ -19,8 +19,8 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from lightning_hetero.core import BatchPlan, PlanContext, StepObservations
 from lightning_hetero.core.batching.cost.weights import CostWeights
+from lightning_hetero.core.planning.planner import PerfModelPlanner
 from lightning_hetero.core.policies.base import Decision
-from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.core.timing.cost.features import share_features
 from lightning_hetero.data.cost.division import CostDivision
 from lightning_hetero.engine.cost_learning import CostLearning

@@ -24,7 +24,7 @@ from lightning_hetero.comm.timing.settings import SETTINGS
 from lightning_hetero.comm.timing.step_rows import FIELDS, match_rows
 from lightning_hetero.core.batching.optperf import solve_optperf
 from lightning_hetero.core.batching.plan import PlanEntry
-from lightning_hetero.core.policies.perf_model import PerfModelPlanner
+from lightning_hetero.core.planning.planner import PerfModelPlanner
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
 from lightning_hetero.simulate import ClusterSimulator, DeviceProfile, LinkProfile
 from lightning_hetero.simulate.cluster.control.replay import RecordingPlanner

@@ -26,10 +26,8 @@ MEMBERS = {
     "lightning_hetero.ClusterTimeModel": "step_time, finish_times, fit, accumulated",
     "lightning_hetero.core.StepObservations": "num_steps, compute, outside_backward",
     "lightning_hetero.core.Planner": "initial, decide, predict, state_dict, loaded",
-    "lightning_hetero.core.TimePosterior": "observe, times",
-    "lightning_hetero.core.Times": "seconds",
-    "lightning_hetero.core.LinkTimes": "at",
-    "lightning_hetero.core.Residual": "observe, error",
+    "lightning_hetero.core.PerfModelPlanner": "optimum, cluster, error",
+    "lightning_hetero.core.WorkerTimes": "observe, parts, errors, lines",
     "lightning_hetero.core.GoodputPlanner": "windows, candidates, current",
     "lightning_hetero.core.NoiseScaleEstimate": "noise_scale",
     "lightning_hetero.core.RunningNoiseScale": (

@@ -3,8 +3,8 @@
 import numpy as np
 
 from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.planning.planner import PerfModelPlanner
 from lightning_hetero.core.policies.base import PlanContext
-from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 
 
 def knowing(models, *, t_o=0.0, t_u=0.0, gamma=1.0, sizes=(4, 8), steps=6):

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from _dynamic_batching_rule import AsPrinted
 
+from lightning_hetero.core.planning.planner import PerfModelPlanner
 from lightning_hetero.core.policies.base import Planner
-from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.core.policies.proportional import ProportionalPlanner
 from lightning_hetero.core.policies.static import StaticPlanner
 from lightning_hetero.simulate import ClusterSimulator, DeviceProfile, LinkProfile

@@ -53,8 +53,8 @@ from lightning_hetero.core.batching.integer_split import even_sizes
 from lightning_hetero.core.batching.optperf_cache import SolvedTotals
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.noise.estimators import METHODS
+from lightning_hetero.core.planning.planner import PerfModelPlanner
 from lightning_hetero.core.policies.base import PlanContext, Planner
-from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.simulate import ClusterSimulator, LinkProfile
 from lightning_hetero.simulate.devices.catalog import cluster_devices, workload_named
 

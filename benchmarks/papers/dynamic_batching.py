@@ -36,8 +36,8 @@ from sklearn.model_selection import train_test_split
 from torch import nn
 
 from lightning_hetero.core.batching.integer_split import proportional_sizes
+from lightning_hetero.core.planning.planner import PerfModelPlanner
 from lightning_hetero.core.policies.base import Planner
-from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.core.policies.proportional import ProportionalPlanner
 from lightning_hetero.simulate import ClusterSimulator, DeviceProfile, LinkProfile
 from lightning_hetero.simulate.devices.catalog import device_profile

@@ -65,7 +65,7 @@ ROLES = {
     "core.noise": "gradient noise scale",
     "core.normal": "normal distribution",
     "core.observations": "measured steps",
-    "core.newest_speed": "steps since a change",
+    "core.planning": "times and split",
     "core.policies": "decisions",
     "core.report": "record of a run",
     "core.rounded": "numbers in log lines",

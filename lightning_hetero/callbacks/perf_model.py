@@ -2,7 +2,7 @@
 
 from lightning_hetero.callbacks.base import PolicyCallback
 from lightning_hetero.core.keywords import checked_keywords
-from lightning_hetero.core.policies.perf_model import PerfModelPlanner
+from lightning_hetero.core.planning.planner import PerfModelPlanner
 
 __all__ = ["PerfModelCallback"]
 

@@ -56,28 +56,21 @@ if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
     from lightning_hetero.core.noise.estimators import local_estimates as local_estimates
     from lightning_hetero.core.noise.running import RunningNoiseScale as RunningNoiseScale
     from lightning_hetero.core.observations import StepObservations as StepObservations
+    from lightning_hetero.core.planning.planner import PerfModelPlanner as PerfModelPlanner
+    from lightning_hetero.core.planning.settings import PlannerSettings as PlannerSettings
+    from lightning_hetero.core.planning.worker_times import WorkerTimes as WorkerTimes
     from lightning_hetero.core.policies.base import Decision as Decision
     from lightning_hetero.core.policies.base import PlanContext as PlanContext
     from lightning_hetero.core.policies.base import Planner as Planner
     from lightning_hetero.core.policies.base import Proposal as Proposal
     from lightning_hetero.core.policies.goodput import GoodputPlanner as GoodputPlanner
-    from lightning_hetero.core.policies.perf_model import PerfModelPlanner as PerfModelPlanner
     from lightning_hetero.core.policies.proportional import ProportionalPlanner as ProportionalPlanner
-    from lightning_hetero.core.policies.split_rule import RuleSettings as RuleSettings
-    from lightning_hetero.core.policies.split_rule import cost as cost
-    from lightning_hetero.core.policies.split_rule import doubt as doubt
-    from lightning_hetero.core.policies.split_rule import horizon as horizon
     from lightning_hetero.core.policies.static import StaticPlanner as StaticPlanner
     from lightning_hetero.core.policies.time_to_accuracy import TimeToAccuracyPlanner as TimeToAccuracyPlanner
     from lightning_hetero.core.timing.expected_maximum import expected_maximum as expected_maximum
-    from lightning_hetero.core.timing.filters.time_posterior import TimePosterior as TimePosterior
-    from lightning_hetero.core.timing.link_times import LinkTimes as LinkTimes
-    from lightning_hetero.core.timing.residual_time import Residual as Residual
     from lightning_hetero.core.timing.step_time import ClusterTimeModel as ClusterTimeModel
     from lightning_hetero.core.timing.step_time import NodeTimeModel as NodeTimeModel
     from lightning_hetero.core.timing.step_times import SmoothingSettings as SmoothingSettings
-    from lightning_hetero.core.timing.times import EstimatorSettings as EstimatorSettings
-    from lightning_hetero.core.timing.times import Times as Times
 
 _EXPORTS = {
     "bootstrap_sizes": "lightning_hetero.core.as_published",
@@ -126,28 +119,21 @@ _EXPORTS = {
     "local_estimates": "lightning_hetero.core.noise.estimators",
     "RunningNoiseScale": "lightning_hetero.core.noise.running",
     "StepObservations": "lightning_hetero.core.observations",
+    "PerfModelPlanner": "lightning_hetero.core.planning.planner",
+    "PlannerSettings": "lightning_hetero.core.planning.settings",
+    "WorkerTimes": "lightning_hetero.core.planning.worker_times",
     "Decision": "lightning_hetero.core.policies.base",
     "PlanContext": "lightning_hetero.core.policies.base",
     "Planner": "lightning_hetero.core.policies.base",
     "Proposal": "lightning_hetero.core.policies.base",
     "GoodputPlanner": "lightning_hetero.core.policies.goodput",
-    "PerfModelPlanner": "lightning_hetero.core.policies.perf_model",
     "ProportionalPlanner": "lightning_hetero.core.policies.proportional",
-    "RuleSettings": "lightning_hetero.core.policies.split_rule",
-    "cost": "lightning_hetero.core.policies.split_rule",
-    "doubt": "lightning_hetero.core.policies.split_rule",
-    "horizon": "lightning_hetero.core.policies.split_rule",
     "StaticPlanner": "lightning_hetero.core.policies.static",
     "TimeToAccuracyPlanner": "lightning_hetero.core.policies.time_to_accuracy",
     "expected_maximum": "lightning_hetero.core.timing.expected_maximum",
-    "TimePosterior": "lightning_hetero.core.timing.filters.time_posterior",
-    "LinkTimes": "lightning_hetero.core.timing.link_times",
-    "Residual": "lightning_hetero.core.timing.residual_time",
     "ClusterTimeModel": "lightning_hetero.core.timing.step_time",
     "NodeTimeModel": "lightning_hetero.core.timing.step_time",
     "SmoothingSettings": "lightning_hetero.core.timing.step_times",
-    "EstimatorSettings": "lightning_hetero.core.timing.times",
-    "Times": "lightning_hetero.core.timing.times",
 }
 """Module of each public name."""
 

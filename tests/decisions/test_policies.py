@@ -244,7 +244,7 @@ def test_a_throughput_monitor_counts_the_samples_of_all_ranks_as_under_ddp(setti
 
 
 def test_what_was_learned_rides_in_the_state_of_its_policy_alone():
-    planner = replace(knowing({"a": (0.0, 0.1, 0.01, 0.2)}, t_u=0.02), arrivals={"a": (0.004, 1e-6)})
+    planner = replace(knowing({"a": (0.0, 0.1, 0.01, 0.2)}, t_u=0.02), credit=0.5)
     state = PolicyCallback(planner).state_dict()
     restored, other = PerfModelCallback(), DynamicBatchPIDCallback()
     restored.load_state_dict(state)

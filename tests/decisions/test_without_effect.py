@@ -14,7 +14,7 @@ from lightning_hetero import (
 from lightning_hetero.accelerate import HeteroAccelerator, HeteroPlugin
 from lightning_hetero.callbacks._display.without_effect import callbacks_without_effect
 from lightning_hetero.config import HeteroConfig
-from lightning_hetero.core.policies.perf_model import PerfModelPlanner
+from lightning_hetero.core.planning.planner import PerfModelPlanner
 from lightning_hetero.core.policies.proportional import ProportionalPlanner
 from lightning_hetero.core.policies.static import StaticPlanner
 from lightning_hetero.frontend.without_effect import Run, without_effect

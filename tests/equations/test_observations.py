@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 
 from lightning_hetero.core.compression.auto import Computing
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.policies.perf_model import PerfModelPlanner
+from lightning_hetero.core.planning.planner import PerfModelPlanner
 from lightning_hetero.core.timing.step_time import ClusterTimeModel
 from tests import timed
 from tests.counted import CountedTime

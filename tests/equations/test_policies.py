@@ -22,6 +22,7 @@ from lightning_hetero.core.link.message_times import LatencySettings
 from lightning_hetero.core.link.staleness import StaleSettings
 from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.planning.settings import PlannerSettings
 from lightning_hetero.core.policies import DEFAULT, NAMED, POLICIES, policy_name, same_policy
 from lightning_hetero.core.policies.base import (
     Decision,
@@ -31,7 +32,6 @@ from lightning_hetero.core.policies.base import (
     moves_total,
 )
 from lightning_hetero.core.policies.round_decision import decide_round
-from lightning_hetero.core.policies.split_rule import RuleSettings
 from lightning_hetero.core.policies.static import StaticPlanner
 from lightning_hetero.core.policies.time_to_accuracy import DensitySettings
 from lightning_hetero.core.timing.step_times import SmoothingSettings
@@ -98,7 +98,7 @@ OUT_OF_RANGE = [
     (ControlSettings, {"gain_after_reversal": 0.0, "bound_lifetime_growth": 0, "finishing_dead_band": 1.1}),
     (DensitySettings, {"stale_headroom": 0.9, "densities_per_decade": 0, "min_relative_gain": 1.1, "max_growth": 1.0}),
     (TotalSettings, {"max_growth": 1.0, "probe_factor": 1.0, "max_certain_growth": 1.9, "max_probe_waste": 1.1}),
-    (RuleSettings, {"young": 0.0, "noisy": 0.0, "least_horizon": 7.9}),
+    (PlannerSettings, {"still": 0.0, "moving": -1.0, "unseen": 1.1, "least_gain": -0.1, "doubt": -1.0}),
     (SmoothingSettings, {"noise_steps": 0, "longest_mean_steps": 0, "outlier_ratio": 0}),
     (SearchSettings, {"points": 2}),
     (PenaltySettings, {}),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.checkpoint_state import DamagedCheckpointError
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.policies.perf_model import PerfModelPlanner
+from lightning_hetero.core.planning.planner import PerfModelPlanner
 from lightning_hetero.core.timing.expected_maximum import expected_maximum
 from tests.equations.clusters import CLUSTER, context, line_workers, measure, random_cluster
 
@@ -107,10 +107,10 @@ def test_whatever_is_measured_leaves_it_sound(seed):
 # what it keeps
 
 
-def test_a_state_of_another_kind_begins_anew_and_a_changed_one_is_refused():
+def test_a_state_predicts_the_same_and_a_changed_one_is_refused():
     planner = seen(*looks(CLUSTER, np.random.default_rng(0), times=2))
     state = planner.state_dict()
-    assert PerfModelPlanner().loaded({"profiles": {}}) == PerfModelPlanner(), "of an estimator of long ago"
+    assert PerfModelPlanner().loaded(state).predict(PLAN, context(60, 3)) == planner.predict(PLAN, context(60, 3))
     for name in state:
         with pytest.raises(DamagedCheckpointError, match="time models"):
             PerfModelPlanner().loaded({**state, name: 0.5})

@@ -12,7 +12,7 @@ import pytest
 from lightning_hetero.core.batching.optperf import solve_optperf
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.policies.perf_model import PerfModelPlanner
+from lightning_hetero.core.planning.planner import PerfModelPlanner
 from tests.equations.clusters import (
     CLUSTER,
     FAST,
@@ -65,7 +65,7 @@ def test_the_optimum_is_reached_within_three_decisions_and_kept(seed):
         assert excess(cluster, larger) <= 0.12
 
 
-@pytest.mark.parametrize(("policy", "near", "most"), [("perf_model", 0.03, 9), ("pid", 0.12, 14)])
+@pytest.mark.parametrize(("policy", "near", "most"), [("perf_model", 0.03, 10), ("pid", 0.12, 14)])
 def test_a_worker_that_slows_down_is_followed_at_once_there_and_back(policy, near, most, seed):
     rng, ctx, changes = np.random.default_rng(seed), context(192, 3), 0
     planner, plan = planner_of(policy), even_plan(ctx)

@@ -5,8 +5,8 @@ import pytest
 
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.planning.planner import PerfModelPlanner
 from lightning_hetero.core.policies.base import PlanContext
-from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.core.stragglers.detector import LINK, StragglerDetector
 from lightning_hetero.core.stragglers.round_times import PHASES
 

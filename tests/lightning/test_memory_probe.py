@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_hetero.callbacks import AdaptiveBatchCallback, PolicyCallback
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core import BatchPlan
+from lightning_hetero.core.planning.planner import PerfModelPlanner
 from lightning_hetero.core.policies.base import Proposal
-from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.hardware import identity
 from lightning_hetero.strategies._lightning import ddp
 from lightning_hetero.strategies._lightning.probes import memory

@@ -29,8 +29,8 @@ from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import NO_LIMIT, BatchPlan
 from lightning_hetero.core.no_effect import NoEffect
 from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.planning.planner import PerfModelPlanner
 from lightning_hetero.core.policies.base import Decision, Proposal
-from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.core.policies.static import StaticPlanner
 from tests.helpers import Points, Regressor, trainer_of
 from tests.ranks import run_ranks

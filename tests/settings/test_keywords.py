@@ -33,7 +33,7 @@ MORE = (
 """What is public and offered by no package, and the functions with many keywords."""
 
 NOT_MADE_BY_USERS = {  # results that they read, and classes that take only what another package's base takes
-    *("Candidate", "DensityChoice", "LinkTimes", "NoiseScaleEstimate", "Residual", "TimePosterior", "Times"),
+    *("Candidate", "DensityChoice", "LinkTimes", "NoiseScaleEstimate", "WorkerTimes"),
     *("Epoch", "Given", "LearnedAnswer", "LinkAnswer", "PlanAnswer", "SimulationResult", "WorkerAnswer"),
     *("MergeRecord", "PaperEntry", "RoundResult", "SparseBatch", "HeteroTrainer", "PrecisionAtOne"),
 }

@@ -7,9 +7,9 @@ import pytest
 
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.compression.settings import BlockTopK
+from lightning_hetero.core.planning.planner import PerfModelPlanner
 from lightning_hetero.core.policies import POLICIES
 from lightning_hetero.core.policies.goodput import GoodputPlanner
-from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 from lightning_hetero.simulate import ClusterSimulator, DeviceProfile, Join, Leave, LinkProfile, NoiseTrajectory
 from tests.simulate.planners import Watching
 

@@ -42,8 +42,8 @@ Window = tuple[int, int]
 class TotalSettings:
     """Settings of the changes of the total batch: how fast it reaches the highest goodput, not where that is.
 
-    :class:`~lightning_hetero.core.policies.split_rule.RuleSettings` and the arguments of the planner determine whether
-    a change pays.
+    :class:`~lightning_hetero.core.planning.settings.PlannerSettings` and the planner's arguments determine whether a
+    change pays.
 
     Args:
         max_growth: largest factor between two totals where the noise scale is not certain, above 1.

@@ -2,7 +2,7 @@
 
 :class:`BatchPlan` is one split of one total batch. :class:`PlanHistory` says which plan holds at every step, so each
 rank knows every rank's size at every step without communication. Plans are found elsewhere: see
-:mod:`lightning_hetero.core.batching.optperf` and :mod:`lightning_hetero.core.policies.perf_model`.
+:mod:`lightning_hetero.core.batching.optperf` and :mod:`lightning_hetero.core.planning.planner`.
 """
 
 import hashlib

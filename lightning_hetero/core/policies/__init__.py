@@ -14,6 +14,8 @@ from lightning_hetero.core.policies.base import Planner
 
 __all__ = ["DEFAULT", "NAMED", "POLICIES", "PolicyEntry", "policy_name", "same_policy"]
 
+_CORE = __name__.rpartition(".")[0]
+
 
 @checked_keywords
 @dataclass(frozen=True)
@@ -21,11 +23,11 @@ class PolicyEntry:
     """A policy: the class of its planner, imported on first use, and the settings that it requires.
 
     Args:
-        planner: ``module.Class`` of this package; ``None`` for a split that never changes.
+        planner: ``package.module.Class`` below ``lightning_hetero.core``; ``None`` for a split that never changes.
         needs: settings that the user has to give for it; ``policy=`` may name it only if there are none.
 
     Example:
-        >>> PolicyEntry("static.StaticPlanner").factory()
+        >>> PolicyEntry("policies.static.StaticPlanner").factory()
         StaticPlanner()
     """
 
@@ -37,18 +39,18 @@ class PolicyEntry:
         """Function that makes the planner from its settings."""
         if self.planner is None:
             return lambda: None
-        module, _, name = self.planner.partition(".")
-        factory: Callable[..., Planner] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+        module, _, name = self.planner.rpartition(".")
+        factory: Callable[..., Planner] = getattr(importlib.import_module(f"{_CORE}.{module}"), name)
         return factory
 
 
 POLICIES = {
-    "perf_model": PolicyEntry("perf_model.PerfModelPlanner"),
-    "pid": PolicyEntry("proportional.ProportionalPlanner"),
-    "static": PolicyEntry("static.StaticPlanner"),
+    "perf_model": PolicyEntry("planning.planner.PerfModelPlanner"),
+    "pid": PolicyEntry("policies.proportional.ProportionalPlanner"),
+    "static": PolicyEntry("policies.static.StaticPlanner"),
     "even": PolicyEntry(None),
-    "goodput": PolicyEntry("goodput.GoodputPlanner", needs=("max_total_batch_size",)),
-    "time_to_accuracy": PolicyEntry("time_to_accuracy.TimeToAccuracyPlanner", needs=("compression",)),
+    "goodput": PolicyEntry("policies.goodput.GoodputPlanner", needs=("max_total_batch_size",)),
+    "time_to_accuracy": PolicyEntry("policies.time_to_accuracy.TimeToAccuracyPlanner", needs=("compression",)),
 }
 """All policies by name."""
 
@@ -69,7 +71,7 @@ def policy_name(planner: Planner | None) -> str:
     if planner is None:
         return "fixed"
     cls = type(planner)
-    known = {f"{__name__}.{entry.planner}": name for name, entry in POLICIES.items()}
+    known = {f"{_CORE}.{entry.planner}": name for name, entry in POLICIES.items()}
     full = f"{cls.__module__}.{cls.__qualname__}"
     return known.get(full, full)
 

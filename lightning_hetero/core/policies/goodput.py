@@ -17,14 +17,12 @@ from lightning_hetero.core.batching.goodput import (
     in_equal_parts,
     windows_of,
 )
-from lightning_hetero.core.batching.optperf import solve_optperf
 from lightning_hetero.core.batching.optperf_cache import SolvedTotals
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.planning.planner import SOON, PerfModelPlanner
 from lightning_hetero.core.policies.base import Decision, PlanContext, Proposal
-from lightning_hetero.core.policies.perf_model import PerfModelPlanner
-from lightning_hetero.core.policies.split_rule import horizon
 from lightning_hetero.core.rounded import rounded
 from lightning_hetero.core.timing.step_time import ClusterTimeModel
 
@@ -114,16 +112,16 @@ class GoodputPlanner:
         if planner.steps < self.min_steps or now is None:
             return replace(by_model, planner=planner)
         probe = _probe(planner.table, now, self.total_settings)
-        explores = _tells(model, _plan(cluster, probe, context), context)
+        explores = _tells(model, _plan(model, probe, context), context)
         chosen = probe if explores else planner._choose(total, context)
         if chosen.total_batch_size == total or not (explores or planner._pays(chosen, now, model, context)):
             return replace(by_model, planner=planner)
-        plan, gain = _plan(cluster, chosen, context), chosen.goodput / now.goodput - 1.0
+        plan, gain = _plan(model, chosen, context), chosen.goodput / now.goodput - 1.0
         there = replace(context, total_batch_size=plan.total_batch_size, accumulation=chosen.accumulation)
         plan = replace(plan, step_time_error=model.error(plan, there))
         why = "to learn the constant part of a step" if explores else f"goodput {gain:+.0%}"
         reason = f"total batch {total} -> {plan.total_batch_size * chosen.accumulation}: {why}, {self.ground(context)}"
-        planner, soon = replace(planner, steps=0, accumulation=chosen.accumulation), gain > model.settings.soon
+        planner, soon = replace(planner, steps=0, accumulation=chosen.accumulation), gain > SOON
         return replace(by_model, planner=planner, proposal=Proposal(plan, reason), soon=explores or soon, kept=None)
 
     def _choose(self, total: int, context: PlanContext) -> Candidate:
@@ -148,9 +146,7 @@ class GoodputPlanner:
     def _pays(self, chosen: Candidate, now: Candidate, model: PerfModelPlanner, context: PlanContext) -> bool:
         """Return whether a total gains more while it holds than the change costs, by the same rule as for the split."""
         gain = 1.0 - now.goodput / chosen.goodput
-        times = model.times.times(context.identities, context.capacities)
-        steps = horizon(gain, times.walks, times.probability, model.steps, model.settings)
-        return gain * now.step_time * steps > model.cost(now.step_time, context)
+        return gain > 0.0 and model.pays(gain, now.step_time, context)
 
     def _error(self, context: PlanContext) -> float:
         """Return the relative standard error of the noise scale."""
@@ -255,21 +251,17 @@ class GoodputPlanner:
         )
 
 
-def _plan(cluster: ClusterTimeModel, chosen: Candidate, context: PlanContext) -> BatchPlan:
+def _plan(model: PerfModelPlanner, chosen: Candidate, context: PlanContext) -> BatchPlan:
     """Return the best split of one micro-batch of a candidate."""
-    return solve_optperf(
-        cluster.accumulated(chosen.accumulation),
-        chosen.total_batch_size // (chosen.accumulation * context.multiple) * context.multiple,
-        min_local=context.min_local,
-        max_local=context.max_local,
-        multiple=context.multiple,
-    )
+    total = chosen.total_batch_size // (chosen.accumulation * context.multiple) * context.multiple
+    return model.optimum(replace(context, total_batch_size=total, accumulation=chosen.accumulation))
 
 
 def _tells(model: PerfModelPlanner, plan: BatchPlan, context: PlanContext) -> bool:
     """Return whether the plan gives a second size to a worker that has been seen at one size only."""
-    low, high = model.times.sizes_seen(context.identities).T
-    return bool(np.any((low == high) & (low != np.array(plan.local_batch_sizes))))
+    times = model.times.select(context.identities)
+    once, here = (times.steps > 0).sum(axis=1) == 1, times.size == np.array(plan.local_batch_sizes)[:, None]
+    return bool(np.any(once & ~here.any(axis=1)))
 
 
 def _probe(table: Sequence[Candidate], now: Candidate, settings: TotalSettings) -> Candidate:

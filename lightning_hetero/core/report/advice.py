@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from lightning_hetero.core.policies.split_reasons import SHORT_STEP, WORTH
+from lightning_hetero.core.planning.planner import SHORT_STEP
 from lightning_hetero.core.report.analysis import RunFigures
 from lightning_hetero.core.report.limit import BOUND_BY_LINK
 from lightning_hetero.core.report.what_if import WhatIf, what_if
@@ -11,6 +11,8 @@ from lightning_hetero.core.rounded import rounded
 
 __all__ = ["advice"]
 
+WORTH = 0.02
+"""Least gain that is worth an advice."""
 IDLE = 0.1
 """Share of idle time from which something is said about it."""
 MOST = 3

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightning_hetero.core.newest_speed import since_change
 from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.planning.worker_times import since_jump
 from lightning_hetero.core.stragglers.settings import StragglerSettings
 
 __all__ = ["PHASES", "RoundTimes", "exposed_link"]
@@ -68,7 +68,7 @@ class RoundTimes:
     def of(cls, observations: StepObservations, accumulation: int, settings: StragglerSettings) -> "RoundTimes":
         """Take the newest half of the steps at one split and one speed, at least as many as the settings ask for."""
         sizes, own = observations.splits()[-1]
-        count = min(own.stop - own.start, since_change(observations).num_steps)
+        count = own.stop - own.start - since_jump(observations.compute[own])
         newest = slice(own.stop - min(count, max(settings.min_steps, -(-count // 2))), own.stop)
         phases = [accumulation * getattr(observations, _FIELDS[name])[newest] for name in PHASES]
         rows = accumulation * observations.compute[own]

@@ -6,11 +6,13 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.timing.times import ESTIMATOR_DEFAULTS, EstimatorSettings
 
 __all__ = ["estimate_gamma", "estimate_sync_times", "fit_line", "steps_that_tell"]
 
 Array = npt.NDArray[np.float64]
+
+SAME_END = 0.05
+"""Greatest difference between the workers' ends of the all-reduce that counts as the same time, as a share of it."""
 
 
 def estimate_gamma(first_bucket: Array, backward: Array) -> float:
@@ -34,9 +36,7 @@ def estimate_gamma(first_bucket: Array, backward: Array) -> float:
     return float(np.clip((center / variance).sum() / (1.0 / variance).sum(), 0.0, 1.0))
 
 
-def steps_that_tell(
-    seen: StepObservations, accumulation: int = 1, settings: EstimatorSettings = ESTIMATOR_DEFAULTS
-) -> npt.NDArray[np.bool_]:
+def steps_that_tell(seen: StepObservations, accumulation: int = 1) -> npt.NDArray[np.bool_]:
     """Find the steps whose smallest all-reduce time is the link's own, without waiting for another worker.
 
     The worker that comes last does not wait. Two kinds of steps have a worker that never waits: those in which the same
@@ -47,7 +47,6 @@ def steps_that_tell(
     Args:
         seen: observed steps.
         accumulation: micro-batches of a step, of which the last one is synchronized.
-        settings: of the estimator; only ``link_same_end`` is used.
 
     Example:
         >>> ones = np.ones((1, 2))
@@ -60,7 +59,7 @@ def steps_that_tell(
     begins = n * a + (n - 1) * p + seen.first_bucket
     same = np.logical_and(*(x == x.max(axis=1, keepdims=True) for x in (begins, a + p))).any(axis=1)
     ends, least = begins + seen.overlapped_sync, seen.overlapped_sync.min(axis=1)
-    return np.asarray(same | (np.ptp(ends, axis=1) <= settings.link_same_end * least))
+    return np.asarray(same | (np.ptp(ends, axis=1) <= SAME_END * least))
 
 
 def estimate_sync_times(

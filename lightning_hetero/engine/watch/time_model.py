@@ -7,8 +7,8 @@ from typing import Any
 from lightning_hetero.core.batching.integer_split import even_sizes
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.planning.planner import PerfModelPlanner
 from lightning_hetero.core.policies.base import PlanContext, Planner
-from lightning_hetero.core.policies.perf_model import PerfModelPlanner
 
 __all__ = ["KnownTimes", "TimeModelWatch"]
 

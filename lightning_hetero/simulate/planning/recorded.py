@@ -9,7 +9,7 @@ Version 1 of the format is::
 ``memory``, ``error``, ``jitter`` and ``price`` of a worker, the total and the bytes may be missing or ``null``. ``t_o``
 and ``t_u`` are those of as many workers as there are, or of ``measured_on``. A file that is written has ``checksums``
 too; without them, it may be edited. The state of a
-:class:`~lightning_hetero.core.policies.perf_model.PerfModelPlanner` is read, too.
+:class:`~lightning_hetero.core.planning.planner.PerfModelPlanner` is read, too.
 """
 
 from functools import partial
@@ -24,8 +24,8 @@ from lightning_hetero.simulate.planning.document import Entry
 from lightning_hetero.simulate.planning.units import MOST_NUMBER, parse_count, parse_number
 
 if TYPE_CHECKING:
-    from lightning_hetero.core.timing.filters.time_posterior import TimePosterior
-    from lightning_hetero.core.timing.link_times import LinkTimes
+    from lightning_hetero.core.planning.link_times import LinkTimes
+    from lightning_hetero.core.planning.worker_times import WorkerTimes
 
 __all__ = ["VERSION", "WORKER_KEYS", "is_planner_state", "of_planner_state", "of_record", "record", "worker_of"]
 
@@ -133,34 +133,31 @@ def of_planner_state(entry: Entry) -> Cluster:
     Raises:
         DocumentError: if it is no such state, or an empty one.
     """
-    from lightning_hetero.core.timing.filters.time_posterior import TimePosterior
-    from lightning_hetero.core.timing.link_times import LinkTimes
+    from lightning_hetero.core.planning.link_times import LinkTimes
+    from lightning_hetero.core.planning.worker_times import WorkerTimes
 
     state = _check(entry)
     try:
         with np.errstate(all="ignore"):  # what is not finite is refused as a worker's time
-            posterior, link = TimePosterior.from_state_dict(state["times"]), LinkTimes.from_state_dict(state["link"])
-            return _learned_cluster(posterior, link, Path(entry.file).stem)
+            times, link = WorkerTimes.from_state_dict(state["times"]), LinkTimes.from_state_dict(state["link"])
+            return _learned_cluster(times, link, Path(entry.file).stem)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise entry.error(f"this is no state of a time model, or an empty one ({error!r}).") from None
 
 
-def _learned_cluster(posterior: "TimePosterior", link: "LinkTimes", name: str) -> Cluster:
+def _learned_cluster(times: "WorkerTimes", link: "LinkTimes", name: str) -> Cluster:
     """Return the cluster of learned times.
 
     Raises:
         ArithmeticError, ValueError: if a time is none that a worker can have.
     """
-    times, workers = posterior.times(posterior.names), []
-    for i, worker in enumerate(posterior.names):
-        size = float(posterior.seen[i].mean())
-        at = np.array([size, 1.0, size, 1.0])
-        seconds = float(times.mean[i] @ at)
-        off = float(np.sqrt(max(at @ times.covariance[i] @ at, 0.0))) / seconds
-        q, s, k, m = np.maximum(times.mean[i], 0.0).tolist()
-        workers.append(Worker(worker, q, s, k, m, error=off, jitter=float(np.sqrt((times.jitter[i] ** 2).mean()))))
-    count = max(link.sync, default=1)
-    t_o, t_u = (level.value for level in link.sync[count]) if link.sync else (0.0, 0.0)
-    gamma = min(max(link.gamma.value, 0.0), 1.0)
-    learned = Link(gamma=gamma, t_o=max(t_o, 0.0), t_u=max(t_u, 0.0), measured_on=count)
-    return Cluster(tuple(workers), learned, name=name)
+    sizes = (times.steps * times.size).sum(axis=1) / times.steps.sum(axis=1)
+    rows = zip(times.names, times.lines(sizes), times.errors(sizes), times.jitter, strict=True)
+    workers = tuple(
+        Worker(worker, q, s, k, m, error=float(error), jitter=float(jitter))
+        for worker, (q, s, k, m), error, jitter in rows
+    )
+    count = max(link.rounds, default=1)
+    gamma, t_o, t_u = link.at(count)
+    learned = Link(gamma=min(max(gamma, 0.0), 1.0), t_o=max(t_o, 0.0), t_u=max(t_u, 0.0), measured_on=count)
+    return Cluster(workers, learned, name=name)

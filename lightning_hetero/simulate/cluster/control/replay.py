@@ -42,7 +42,7 @@ class RecordingPlanner:
 
     Example:
         >>> from lightning_hetero.simulate import ClusterSimulator
-        >>> from lightning_hetero.core.policies.perf_model import PerfModelPlanner
+        >>> from lightning_hetero.core.planning.planner import PerfModelPlanner
         >>> recording = RecordingPlanner(PerfModelPlanner())
         >>> devices = [DeviceProfile(0.001, 0, 0.002, 0), DeviceProfile(0.003, 0, 0.006, 0)]
         >>> plans = ClusterSimulator(devices, 40, policy=recording).run(30).plans

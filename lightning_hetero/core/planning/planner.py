@@ -1,0 +1,455 @@
+"""The split of the batch by the workers' learned times, and the rule by which it changes (C sec. 3-4).
+
+A sync round takes the times of its steps into the time model, and solves for the split of least step time. The split
+changes if the predicted gain is beyond chance, beyond the cost of a change, and believable: what each change gained is
+measured, and where that was less than predicted, further gains count less for some hundred steps. A split that has run
+and is faster is gone back to. Where every worker has run at one size only, and no split looks better although some
+workers are faster, the slowest gives one unit to the fastest: that shows what a sample costs.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_hetero.core.batching.finish_lines import check_bounds
+from lightning_hetero.core.batching.optperf import solve_optperf
+from lightning_hetero.core.batching.plan import BatchPlan, split_text
+from lightning_hetero.core.checkpoint_state import check_checksums, with_checksums
+from lightning_hetero.core.keywords import checked_keywords
+from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.planning.link_times import LinkTimes
+from lightning_hetero.core.planning.settings import DEFAULTS, PlannerSettings
+from lightning_hetero.core.planning.split import Curve, finish_times, solve
+from lightning_hetero.core.planning.worker_times import WorkerTimes, since_jump
+from lightning_hetero.core.policies.base import Decision, PlanContext, Proposal
+from lightning_hetero.core.timing.expected_maximum import expected_maximum
+from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeModels
+from lightning_hetero.core.timing.winsorized_mean import winsorized_mean
+
+Array = npt.NDArray[np.float64]
+Split = tuple[int, ...]
+
+SPLITS = 8
+"""Splits that are remembered as measured."""
+RECOVERY = 400.0
+"""Steps after which doubts about predicted gains have faded to ``1 / e``."""
+LEAST_CREDIT = 0.25
+"""Share of a predicted gain that counts at least."""
+PROBE = 4.0
+"""Standard errors by which the slowest worker has to differ from the fastest for a probe."""
+UNEQUAL, NOISY = 0.5, 0.04
+"""Share of what chance pretends that counts where sizes differ already, since it then misleads by little, and the noise
+of single steps below which even less of it does."""
+LUCK = 1.2
+"""Standard errors beyond the expected ones by which the unluckiest of equal workers may seem behind."""
+SHORT_STEP = 0.015
+"""Seconds of a step below which workers can hardly be balanced."""
+SOON = 0.02
+"""Gain from which on the next round should come early, since more is likely to follow."""
+HORIZON = 256.0
+"""Steps for which a split is assumed to hold in a young run; later on, as many as the run has had."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A change of the split that has to prove itself.
+
+    Args:
+        before: split before it.
+        seconds: measured mean seconds of a step of that.
+        error: their standard error.
+        gain: predicted gain, as a share.
+        after: split that it changed to.
+    """
+
+    before: Split
+    seconds: float
+    error: float
+    gain: float
+    after: Split
+
+
+@checked_keywords
+@dataclass(frozen=True)
+class PerfModelPlanner:
+    """Time model of each worker, and the split of least step time.
+
+    Args:
+        times: of each piece of hardware.
+        link: of the all-reduce, by the number of workers.
+        steps: steps of this run and of those that it continues.
+        splits: splits that ran since a speed last jumped, newest last.
+        trial: newest change of the split, until it is judged.
+        credit: share of a predicted gain that counts, 0 to 1, by what earlier changes gained.
+        excess: logarithm of the measured over the predicted step time.
+        settings: of model and rule.
+
+    Example:
+        >>> context = PlanContext(40, ("a", "b"), (1, 1))
+        >>> sizes = np.full((5, 2), 20.0)
+        >>> zeros = np.zeros_like(sizes)
+        >>> seen = StepObservations(sizes, zeros, sizes * [0.001, 0.003], zeros, zeros, zeros, zeros)
+        >>> planner, proposal = PerfModelPlanner().decide(seen, BatchPlan(40, (20, 20)), context)
+        >>> proposal.plan.local_batch_sizes
+        (30, 10)
+    """
+
+    moves_total: ClassVar[bool] = False
+    times: WorkerTimes = field(default_factory=lambda: WorkerTimes.of(()))
+    link: LinkTimes = LinkTimes()
+    steps: float = 0.0
+    splits: tuple[Split, ...] = ()
+    trial: Trial | None = None
+    credit: float = 1.0
+    excess: float = 0.0
+    settings: PlannerSettings = DEFAULTS
+
+    # predictions
+
+    def knows(self, context: PlanContext) -> bool:
+        """Return whether any current worker was observed; the others' times are taken from the one most like them."""
+        return not set(self.times.names).isdisjoint(context.identities)
+
+    def _workers(self, context: PlanContext) -> WorkerTimes:
+        return self.times.select(context.identities).guessed(context.capacities)
+
+    def _curves(self, workers: WorkerTimes, context: PlanContext) -> list[Curve]:
+        """Return when each worker finishes by size, with computing and with the all-reduce as its bottleneck (C eq. 7).
+
+        Of the ``n`` micro-batches of a window the last is synchronized; the others count as time before it.
+        """
+        n, (gamma, t_o, t_u) = context.accumulation, self.link.at(len(context.identities))
+        at, times = workers.curves
+        a, p = times[..., 0], times[..., 1]
+        return [(at, n * (a + p) + t_u), (at, n * a + (n - 1 + gamma) * p + t_o + t_u)]
+
+    def _step_time(self, workers: WorkerTimes, curves: Sequence[Curve], sizes: Array, context: PlanContext) -> float:
+        """Return the expected seconds of a step, which waits for the worker that is slowest in that very step."""
+        finish = finish_times(curves, sizes)
+        single = workers.parts(sizes).sum(axis=1) * workers.jitter * context.accumulation**0.5
+        return expected_maximum(finish, single)[0] * math.exp(self.excess)
+
+    def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
+        """Predict the seconds of a step (of a window, under accumulation)."""
+        if not self.knows(context):
+            return None
+        workers, sizes = self._workers(context), _run(plan.local_batch_sizes, context)
+        return self._step_time(workers, self._curves(workers, context), sizes, context)
+
+    def cluster(self, context: PlanContext) -> ClusterTimeModel | None:
+        """Return the time model of the current ranks as lines (C eq. 7), ``None`` if all of them are unknown.
+
+        They meet the times at the optimal split, and include the time by which steps exceed the model.
+        """
+        if not self.knows(context):
+            return None
+        workers, (low, high) = self._workers(context), _bounds(context)
+        curves = self._curves(workers, context)
+        sizes = solve(curves, low, high, context.total_batch_size, context.multiple).astype(float)
+        gamma, t_o, t_u = self.link.at(len(context.identities))
+        model = ClusterTimeModel(NodeModels(workers.lines(sizes)), gamma, t_o, t_u).accumulated(context.accumulation)
+        exceeds = self._step_time(workers, curves, sizes, context) / max(model.step_time(sizes), 1e-12)
+        return model.slowed(exceeds - 1.0, 0.0)
+
+    def optimum(self, context: PlanContext) -> BatchPlan:
+        """Return the split of least step time, for workers of which one at least was observed."""
+        workers, (low, high) = self._workers(context), _bounds(context)
+        sizes = solve(self._curves(workers, context), low, high, context.total_batch_size, context.multiple)
+        plan = BatchPlan(context.total_batch_size, tuple(sizes.tolist()))
+        return self._leaving_out(replace(plan, step_time=self.predict(plan, context)), context)
+
+    def _leaving_out(self, plan: BatchPlan, context: PlanContext) -> BatchPlan:
+        """Return the plan with the ranks that only slow the job down, if even the minimum of one takes longest."""
+        workers, sizes = self._workers(context), _run(plan.local_batch_sizes, context)
+        slow = int(finish_times(self._curves(workers, context), sizes).argmax())
+        cluster = self.cluster(context) if sizes[slow] <= _bounds(context)[0][slow] else None
+        if cluster is None:
+            return plan
+        found = solve_optperf(
+            cluster,
+            context.total_batch_size,
+            min_local=context.min_local,
+            max_local=context.max_local,
+            multiple=context.multiple,
+        )
+        return replace(plan, leave_out=found.leave_out, step_time_without=found.step_time_without)
+
+    def error(self, plan: BatchPlan, context: PlanContext) -> float | None:
+        """Return the standard error in seconds of :meth:`predict`."""
+        predicted = self.predict(plan, context)
+        return None if predicted is None else self._error(predicted, plan, context)
+
+    def _error(self, predicted: float, plan: BatchPlan, context: PlanContext) -> float:
+        errors = self._workers(context).errors(_run(plan.local_batch_sizes, context))
+        return predicted * math.hypot(0.01, float(errors.max()))
+
+    # learning
+
+    def observe(self, seen: StepObservations, context: PlanContext) -> "PerfModelPlanner":
+        """Return the planner that has seen the observations."""
+        if seen.num_steps == 0:
+            return self
+        elapsed = float(max(context.elapsed or 0, seen.num_steps))
+        splits = seen.splits()
+        newest, own = splits[-1]
+        if jump := since_jump(seen.compute[own]):
+            splits = [(newest, slice(own.start + jump, own.stop))]
+        workers = self.times.select(context.identities)
+        jumped, since = np.zeros(len(context.identities), dtype=bool), elapsed
+        for sizes, own in splits:
+            workers = workers.observe(np.maximum(sizes, 1.0), seen.outside_backward[own], seen.backward[own], since)
+            jumped, since = jumped | workers.jumped, 0.0
+        planner = replace(
+            self,
+            times=self.times.merge(replace(workers, jumped=jumped)),
+            link=self.link.observe(seen),
+            steps=self.steps + elapsed,
+            credit=self.credit + (1.0 - self.credit) * (1.0 - math.exp(-elapsed / RECOVERY)),
+        )
+        if jumped.any():
+            planner = replace(planner, splits=(), trial=None)
+        return planner._judge(seen.rows(slice(splits[-1][1].start, None)), context)
+
+    def _judge(self, seen: StepObservations, context: PlanContext) -> "PerfModelPlanner":
+        """Return the planner that has compared the newest steps with their prediction, and with those of a trial."""
+        split = tuple(seen.local_batch_sizes[-1].astype(int).tolist())
+        seconds, error = self._measured(seen, context)
+        took = seen.step_time[np.isfinite(seen.step_time).all(axis=1)].max(axis=1)
+        planner = replace(self, splits=(*(one for one in self.splits if one != split), split)[-SPLITS:])
+        if len(took):
+            expected = self.predict(BatchPlan(sum(split), split), context) or 1.0
+            off = math.log(max(winsorized_mean(took), 1e-9) / expected)
+            if off > -0.3:  # what is far shorter than its slowest worker is no step
+                planner = replace(planner, excess=min(max(self.excess + 0.3 * off, -0.3), 1.0))
+        trial = self.trial
+        if trial is None or trial.after != split or seen.num_steps < 3:
+            return planner
+        gained = 1.0 - seconds / trial.seconds + 2.0 * math.hypot(error, trial.error) / trial.seconds
+        moving = float(self.times.select(context.identities).moving.mean())
+        kept = min(max(gained / trial.gain, -1.0), 1.0) * (1.0 - moving) + moving
+        return replace(planner, trial=None, credit=min(max(0.5 * (self.credit + kept), LEAST_CREDIT), 1.0))
+
+    def _measured(self, seen: StepObservations, context: PlanContext) -> tuple[float, float]:
+        """Return the mean seconds of a step without the loop around it, by its slowest worker, and their error."""
+        n, (gamma, t_o, t_u) = context.accumulation, self.link.at(len(context.identities))
+        a, p = seen.outside_backward, seen.backward
+        took = np.maximum(n * (a + p) + t_u, n * a + (n - 1 + gamma) * p + t_o + t_u).max(axis=1)
+        return winsorized_mean(took), float(np.std(took)) / len(took) ** 0.5
+
+    # decisions
+
+    def initial(self, context: PlanContext) -> Proposal | None:
+        """Propose the optimum by what an earlier run learned of this hardware; equal sizes if all of it is new."""
+        if not self.knows(context):
+            return None
+        plan = self.optimum(context)
+        plan = replace(plan, step_time_error=self.error(plan, context))
+        new = [str(rank) for rank, name in enumerate(context.identities) if name not in self.times.names]
+        by = "peak FLOP/s" if context.capacities else "what the others take"
+        more = f"; rank {_few(new)} is new and starts by {by}" if new else ""
+        return Proposal(plan, f"from the time models of an earlier run{more}")
+
+    def decide(self, observations: StepObservations, current: BatchPlan, context: PlanContext) -> Decision:
+        """Learn from the observations; propose another split if it is believed to gain more than it costs."""
+        planner = self.observe(observations, context)
+        if not set(context.identities) <= set(planner.times.names):
+            return Decision(planner, kept="too few observations: not every worker's time is known")
+        decision = planner._decide(observations, current, context, first=not self.knows(context))
+        moving = float(planner.times.select(context.identities).moving.mean()) > 0.5
+        predicted = planner.predict(current, context) or 0.0
+        return replace(decision, error=planner._error(predicted, current, context), moving=moving)
+
+    def _decide(self, seen: StepObservations, current: BatchPlan, context: PlanContext, *, first: bool) -> Decision:
+        workers, (low, high) = self._workers(context), _bounds(context)
+        total, running = context.total_batch_size, _run(current.local_batch_sizes, context)
+        scaled = running * (total / current.total_batch_size)
+        curves = self._curves(workers, context)
+        now = float(finish_times(curves, scaled).max())
+
+        def gain(split: Sequence[int]) -> float:
+            return 1.0 - float(finish_times(curves, _run(split, context)).max()) / now
+
+        best = tuple(solve(curves, low, high, total, context.multiple).tolist())
+        least = max(self.settings.least_gain, self._chance(workers, scaled))
+        # splits that ran count in full, another one by what such predictions were worth
+        here = current.local_batch_sizes
+        ran = [one for one in self.splits if one != here and _allowed(one, context)]
+        offers = [(gain(split), split, False) for split in ran]
+        if best != here and best not in ran:
+            offers.append((self.credit * gain(best), best, True))
+        worth, split, new = max(offers, default=(0.0, best, True))
+        other = (
+            f"{split_text(split, by_cost=current.cost is not None, most=3)} would take {max(gain(split), 0.0):.1%} less"
+        )
+        if worth > least:
+            if worth < context.hysteresis:
+                return Decision(self, kept=f"the predicted gain is below hysteresis={context.hysteresis:g}: {other}")
+            if not self.pays(worth, now, context):
+                return Decision(self, kept=_costs_too_much(other, now))
+            back = "a split that ran before is faster"
+            return self._change(
+                split, gain(split), self._why(workers, first=first) if new else back, new, seen, current, context
+            )
+        if best != here:
+            return Decision(self, kept=f"too little is known of the workers: {other}, and {least:.1%} may be luck")
+        if (probe := self._probe(workers, curves, running, low, high, context)) is not None:
+            why = "a sample moves from the slowest to the fastest, to learn what it costs"
+            return self._change(probe, gain(probe), why, False, seen, current, context)
+        return Decision(self, kept=_why_optimal(current, context))
+
+    def pays(self, gain: float, step_time: float, context: PlanContext) -> bool:
+        """Return whether a gain saves more than the change costs, if it holds as long again as the run so far.
+
+        Args:
+            gain: share of a step.
+            step_time: seconds of a step.
+            context: with the cost of a change.
+        """
+        return gain * step_time * max(self.steps, HORIZON) > (context.change_cost or 0.0)
+
+    def _chance(self, workers: WorkerTimes, sizes: Array) -> float:
+        """Return the gain that chance alone pretends: how far the unluckiest of equal workers seems behind."""
+        free = max(float(workers.squares[:, 1].sum()), 1.0)
+        unlucky = ((2.0 * math.log(max(len(sizes), 2))) ** 0.5 + LUCK) * (1.0 + 6.0 / free)  # noise itself is not sure
+        if np.ptp(sizes) > 1.0:  # equal workers keep equal sizes, however noisy they are
+            still = 1.0 - float(workers.moving.mean())  # where speeds drift, no later round knows more
+            unlucky *= UNEQUAL * still * min(float(np.median(workers.jitter)) / NOISY, 1.0)
+        return float(self.settings.doubt * unlucky * np.median(workers.errors(sizes)))
+
+    def _probe(
+        self, workers: WorkerTimes, curves: Sequence[Curve], sizes: Array, low: Array, high: Array, context: PlanContext
+    ) -> Split | None:
+        """Return the split with one unit moved from the slowest to the fastest worker, if its cost is not known."""
+        if (workers.steps > 0).sum(axis=1).max() > 1 or len(sizes) < 2:
+            return None
+        finish = finish_times(curves, sizes)
+        slow = int(finish.argmax())
+        fast = int(np.where(sizes < high, finish, np.inf).argmin())
+        if sizes[slow] <= low[slow] or sizes[fast] >= high[fast] or slow == fast:
+            return None
+        if 1.0 - float(finish.mean() / finish.max()) <= context.hysteresis:  # no split can gain more
+            return None
+        errors = workers.errors(sizes) * finish
+        if finish[slow] - finish[fast] < max(PROBE * math.hypot(errors[slow], errors[fast]), 0.03 * finish[slow]):
+            return None
+        sizes = sizes.copy()
+        sizes[[slow, fast]] += [-context.multiple, context.multiple]
+        return tuple(sizes.astype(int).tolist())
+
+    def _change(
+        self,
+        split: Split,
+        gain: float,
+        why: str,
+        judged: bool,
+        seen: StepObservations,
+        current: BatchPlan,
+        context: PlanContext,
+    ) -> Decision:
+        """Return the decision for a split, with its prediction, and what it will be judged by."""
+        plan = BatchPlan(context.total_batch_size, split)
+        before, then = self.predict(current, context) or 0.0, self.predict(plan, context) or 0.0
+        saved = 1.0 - then / max(before, 1e-12)
+        plan = replace(plan, step_time=then, step_time_error=self._error(then, plan, context))
+        plan = self._leaving_out(plan, context)
+        trial = None
+        rows = (seen.local_batch_sizes == np.maximum(current.local_batch_sizes, 1)).all(axis=1)
+        if judged and gain > 0 and rows.sum() >= 3 and current.total_batch_size == context.total_batch_size:
+            trial = Trial(current.local_batch_sizes, *self._measured(_rows(seen, rows), context), gain, split)
+        reason = f"{why}: step {before * 1e3:.1f} -> {then * 1e3:.1f} ms ({saved:.1%} less)"
+        soon = gain > SOON if judged else gain <= 0.0
+        return Decision(replace(self, trial=trial), Proposal(plan, reason), soon=soon)
+
+    def _why(self, workers: WorkerTimes, *, first: bool) -> str:
+        jumped = [str(rank) for rank in np.flatnonzero(workers.jumped)]
+        if jumped:
+            return f"speed of rank {_few(jumped)} changed"
+        return "first split, in proportion to measured speed" if first else "optimum of the time model"
+
+    # state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the time models by hardware identity, and the cluster's own times."""
+        state = {
+            "times": self.times.state_dict(),
+            "link": self.link.state_dict(),
+            "steps": float(self.steps),
+            "excess": float(self.excess),
+            "splits": [list(split) for split in self.splits],
+            "trial": None if self.trial is None else asdict(self.trial),
+            "credit": float(self.credit),
+        }
+        return with_checksums(state)
+
+    def loaded(self, state: Mapping[str, Any]) -> "PerfModelPlanner":
+        """Return the planner restored from :meth:`state_dict`.
+
+        Raises:
+            DamagedCheckpointError: if the state has changed since it was saved.
+        """
+        check_checksums(state, "the time models")
+        trial = state["trial"]
+        if trial is not None:
+            trial = Trial(**{**trial, "before": tuple(trial["before"]), "after": tuple(trial["after"])})
+        return PerfModelPlanner(
+            WorkerTimes.from_state_dict(state["times"], self.settings),
+            LinkTimes.from_state_dict(state["link"]),
+            float(state["steps"]),
+            tuple(tuple(map(int, split)) for split in state["splits"]),
+            trial,
+            float(state["credit"]),
+            float(state["excess"]),
+            self.settings,
+        )
+
+
+def _run(split: Sequence[int], context: PlanContext) -> Array:
+    """Return the samples that each worker runs: at least its minimum, which counts with weight 0 if its size is 0."""
+    return np.array(np.maximum(split, context.min_local), dtype=float)
+
+
+def _bounds(context: PlanContext) -> tuple[Array, Array]:
+    """Return the least and greatest sizes, in whole multiples.
+
+    Raises:
+        ValueError: if they do not allow the total.
+    """
+    workers, total, unit = len(context.identities), context.total_batch_size, context.multiple
+    low, high = check_bounds(workers, total, context.min_local, context.max_local, unit)
+    return low * unit, high * unit
+
+
+def _rows(seen: StepObservations, which: npt.NDArray[np.bool_]) -> StepObservations:
+    return StepObservations(*(getattr(seen, name)[which] for name in StepObservations.FIELDS))
+
+
+def _allowed(split: Split, context: PlanContext) -> bool:
+    low, high = _bounds(context)
+    if len(split) != len(low) or sum(split) != context.total_batch_size:
+        return False
+    sizes = np.array(split)
+    return bool(((sizes >= low) & (sizes <= high) & (sizes % context.multiple == 0)).all())
+
+
+def _few(ranks: Sequence[str]) -> str:
+    return ", ".join(ranks[:3]) + (f" and {len(ranks) - 3} more" if len(ranks) > 3 else "")
+
+
+def _costs_too_much(other: str, step_time: float) -> str:
+    if step_time < SHORT_STEP:
+        return f"steps are too short to balance: they take {step_time * 1e3:.1f} ms, {other}; a larger batch helps"
+    return f"a change would cost more than it saves: {other}"
+
+
+def _why_optimal(plan: BatchPlan, context: PlanContext) -> str:
+    (low, high), sizes = _bounds(context), plan.local_batch_sizes
+    held = [str(i) for i, b in enumerate(sizes) if b in (low[i], high[i])]
+    if held and len(low) > 1:
+        return f"bounds hold: rank {_few(held)} at its minimum or maximum; the split is the optimum"
+    if max(sizes) - min(sizes) <= context.multiple:
+        return f"no worker is known to be faster: equal {'sizes are' if plan.cost is None else 'work is'} the optimum"
+    return "the optimum runs already: no other split is predicted to be faster"

@@ -1,0 +1,80 @@
+"""The split of least step time, by curves of the workers' times that are interpolated between points."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_hetero.core.planning.worker_times import interpolated
+
+Array = npt.NDArray[np.float64]
+Curve = tuple[Array, Array]
+"""Sizes and seconds of each worker, both of shape ``(workers, points)``, rising and not falling."""
+
+
+def finish_times(curves: Sequence[Curve], sizes: Array) -> Array:
+    """Return when each worker finishes a step with these sizes: the latest of its curves."""
+    return np.asarray(np.maximum.reduce([interpolated(at, times, sizes) for at, times in curves]))
+
+
+def most_samples(curves: Sequence[Curve], times: Array) -> Array:
+    """Return the samples that each worker finishes within some times, below 0 where it finishes none.
+
+    Args:
+        curves: of all workers.
+        times: seconds, shape ``(times,)``.
+
+    Returns:
+        Shape ``(workers, times)``.
+    """
+    return np.asarray(np.minimum.reduce([_inverse(at, seconds, times) for at, seconds in curves]))
+
+
+def _inverse(at: Array, seconds: Array, times: Array) -> Array:
+    place = np.clip((seconds.T[:, :, None] <= times).sum(axis=0) - 1, 0, at.shape[1] - 2)
+    x, y = (np.take_along_axis(z, place, 1) for z in (at, seconds))
+    dx, dy = (np.take_along_axis(z, place + 1, 1) - before for z, before in ((at, x), (seconds, y)))
+    share = np.maximum(times - y, 0.0) / np.maximum(dy, 1e-15)
+    return np.where(seconds[:, :1] > times, -1.0, x + dx * np.minimum(share, 1e15))
+
+
+def solve(curves: Sequence[Curve], low: Array, high: Array, total: int, unit: int = 1) -> npt.NDArray[np.int64]:
+    """Solve for the whole sizes of least step time: no others with this sum finish earlier.
+
+    The least time within which all workers together finish the total, each in whole units, is bracketed ever closer;
+    those that finish last give back what is too much.
+
+    Args:
+        curves: a step ends with the latest of them.
+        low: least size of each worker, a multiple of the unit.
+        high: greatest size of each worker, a multiple of the unit; they allow the total.
+        total: samples of a step, a multiple of the unit.
+        unit: samples of which each size is a multiple.
+    """
+
+    def most(times: Array) -> Array:
+        whole = np.floor(most_samples(curves, times) / unit * (1.0 + 1e-12) + 1e-9) * unit
+        return np.asarray(np.clip(whole, low[:, None], high[:, None]))
+
+    # sizes that are everywhere as far between their bounds are enough together: no step need take longer
+    share = (total - low.sum()) / max(float((high - low).sum()), 1.0)
+    enough = np.minimum(np.ceil((low + share * (high - low)) / unit - 1e-9) * unit, high)
+    early, late = (float(finish_times(curves, sizes).max()) for sizes in (low, enough))
+    points = 1 if len(low) > 500 else 31  # of few workers, many times are as cheap as one
+    while late > early * (1.0 + 1e-7):
+        times = np.append(np.linspace(early, late, points + 2)[1:-1], late)
+        together = most(times).sum(axis=0)
+        first = int((together >= total).argmax()) if together[-1] >= total else points
+        if first:
+            early = float(times[first - 1])
+        late = float(times[first])
+        if together[first] == total:
+            break
+    sizes = most(np.array([late]))[:, 0]
+    while (over := int(sizes.sum() - total) // unit) > 0:
+        last = np.argsort(-np.where(sizes > low, finish_times(curves, sizes), -1.0), kind="stable")
+        last = last[: max(1, min(over, len(sizes) // 4))]
+        sizes[last[sizes[last] > low[last]]] -= unit
+    while sizes.sum() < total:
+        sizes[np.argmin(np.where(sizes < high, finish_times(curves, sizes + unit), np.inf))] += unit
+    return sizes.astype(np.int64)

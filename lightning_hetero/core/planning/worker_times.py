@@ -1,0 +1,390 @@
+"""Time of each worker by its batch size: a line, what was measured beside it, and a level that moves.
+
+A worker's two times, outside of and in the backward pass, are learned at the sizes at which it ran. A line through
+these points (C eq. 3) predicts other sizes. Real times are no line: GPU kernels run in tiles, caches overflow. So a
+size that was measured often enough counts as measured, and between two of them the time is interpolated.
+
+Speeds change in two ways. A *jump* (another process begins) is a round far off what the same size took: it scales all
+points. A *drift* (heat, a walk of the clock) shows where the newest rounds predict the next one better than the average
+of all: then a level with a short memory scales the whole curve, and points beside the line are not believed, since each
+was measured at another speed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_hetero.core.keywords import checked_keywords
+from lightning_hetero.core.planning.settings import DEFAULTS, PlannerSettings
+from lightning_hetero.core.timing.winsorized_mean import winsorize_top
+
+Array = npt.NDArray[np.float64]
+
+SIZES = 10
+"""Sizes of each worker that are remembered; the one that counts least makes room for a new one."""
+JITTER, JITTER_STEPS = 0.05, 8.0
+"""Relative noise of single steps before any was measured; steps from which on a worker's own outweighs that of all."""
+MEMORY = 256.0
+"""Steps over which the noise of single steps is averaged."""
+RARE = 0.1
+"""Share of a worker's steps up to which far longer ones are events, and not its pace."""
+OFF_LINE = 0.01
+"""Relative distance of a time from its line that more steps do not reduce, in the fit of the line."""
+MIN_JUMP = 0.08
+"""Least change of a speed, as a logarithm, that counts as a jump."""
+MIN_STRETCH = 4
+"""Steps at one speed, within one round, that show a jump in the middle of it."""
+DRIFT_ODDS = 3.0
+"""Logarithm of the odds against a drift, before anything was measured."""
+MOST_EVIDENCE = 3.0
+"""Logarithm of the odds that a single round adds at most."""
+FORGET = 0.98
+"""Share of what is known of a drift that is left after a round at another size, which tells nothing."""
+
+
+@checked_keywords
+@dataclass(frozen=True, eq=False)
+class WorkerTimes:
+    """Times of workers by size; replaced, never changed in place.
+
+    Args:
+        names: hardware identity of each worker.
+        size: sizes at which it ran, 0 for none yet, shape ``(workers, SIZES)``.
+        steps: steps at each, fading, same shape.
+        seconds: mean seconds outside of and in backward at each, shape ``(workers, SIZES, 2)``.
+        squares: sum of squared relative deviations of single steps, and their degrees of freedom, shape ``(workers,
+            2)``.
+        odd: far too long steps, and all steps, same shape.
+        level: logarithm of the newest speed's times over those of all points, shape ``(workers,)``.
+        drift: logarithm of the odds that the level predicts better than the points alone, shape ``(workers,)``.
+        newest: size of the newest round, shape ``(workers,)``.
+        jumped: whether a speed jumped in the newest round, shape ``(workers,)``.
+
+    Example:
+        >>> times = WorkerTimes.of(("a", "b"))
+        >>> for size in (10.0, 20.0):
+        ...     b = np.full(2, size)
+        ...     times = times.observe(b, np.tile(0.001 * b + 0.01, (8, 1)), np.tile(0.002 * b, (8, 1)), 8)
+        >>> times.parts(np.array([15.0, 40.0])).round(3).tolist()
+        [[0.025, 0.03], [0.05, 0.08]]
+    """
+
+    names: tuple[str, ...]
+    size: Array
+    steps: Array
+    seconds: Array
+    squares: Array
+    odd: Array
+    level: Array
+    drift: Array
+    newest: Array
+    jumped: npt.NDArray[np.bool_]
+    settings: PlannerSettings = DEFAULTS
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, WorkerTimes) or (self.names, self.settings) != (other.names, other.settings):
+            return False
+        return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in _ARRAYS)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, names: Sequence[str], settings: PlannerSettings = DEFAULTS) -> "WorkerTimes":
+        """Return the times of workers that were never observed."""
+        n = len(names)
+        pairs = np.zeros((n, 2))
+        none, never = np.zeros(n), np.zeros(n, dtype=bool)
+        points, seconds = np.zeros((n, SIZES)), np.zeros((n, SIZES, 2))
+        return cls(tuple(names), points, points, seconds, pairs, pairs, none, none, none, never, settings)
+
+    def select(self, names: Sequence[str]) -> "WorkerTimes":
+        """Return the times of these workers, in this order; of new ones as of workers never observed."""
+        if self.names == tuple(names):
+            return self
+        place = {name: i for i, name in enumerate((*self.names, *(name for name in names if name not in self.names)))}
+        whole, rows = self._joined(WorkerTimes.of([n for n in place if n not in self.names])), [place[n] for n in names]
+        return replace(self, names=tuple(names), **{name: getattr(whole, name)[rows] for name in _ARRAYS})
+
+    def merge(self, newer: "WorkerTimes") -> "WorkerTimes":
+        """Return the times of all workers, those of the newer ones replaced or added."""
+        if self.names == newer.names:
+            return newer
+        return self.select([name for name in self.names if name not in newer.names])._joined(newer)
+
+    def _joined(self, more: "WorkerTimes") -> "WorkerTimes":
+        both = {name: np.concatenate([getattr(self, name), getattr(more, name)]) for name in _ARRAYS}
+        return WorkerTimes((*self.names, *more.names), **both, settings=self.settings)
+
+    def guessed(self, capacities: Sequence[float] = ()) -> "WorkerTimes":
+        """Return the times with those of the worker most alike for each that was never observed.
+
+        Args:
+            capacities: open-loop capacity of each worker (peak FLOP/s); the nearest are most alike, and the mean of
+                their times per sample is scaled by the ratio. Equal by default.
+        """
+        new, old = np.flatnonzero(~self.known), np.flatnonzero(self.known)
+        if not len(new) or not len(old):
+            return self
+        power = np.log(np.asarray(capacities if len(capacities) else np.ones(len(self.names)), dtype=float))
+        pace = (self.steps * self.seconds.sum(axis=2)).sum(axis=1) / np.maximum(
+            (self.steps * self.size).sum(axis=1), 1e-9
+        )
+        found = {name: getattr(self, name).copy() for name in _ARRAYS}
+        for i in new:
+            apart = np.abs(power[old] - power[i])
+            like = old[apart <= apart.min() + 0.01]
+            per_sample = (pace[like] * np.exp(power[like] - power[i])).mean()
+            for name in _ARRAYS:
+                found[name][i] = found[name][like[0]]
+            found["seconds"][i] *= per_sample / pace[like[0]]
+            found["steps"][i] *= 0.01  # little is known of it: as if it had run a hundredth of the steps
+        return replace(self, **found)
+
+    # what is known
+
+    @cached_property
+    def known(self) -> npt.NDArray[np.bool_]:
+        """Which workers were observed."""
+        return np.asarray(self.steps.sum(axis=1) > 0)
+
+    @cached_property
+    def jitter(self) -> Array:
+        """Relative standard deviation of single steps: each worker's own where known, else that of all."""
+        squares, free = self.squares.T
+        own = squares / np.maximum(free, 1.0)
+        usual = np.minimum(own, 4.0 * np.median(own))  # one noisy worker must not make the others uncertain
+        shared = ((usual * free).sum() + JITTER**2) / (free.sum() + 1.0)
+        return np.asarray(np.sqrt((squares + JITTER_STEPS * shared) / (free + JITTER_STEPS)) + 1e-3)
+
+    @cached_property
+    def moving(self) -> Array:
+        """Probability of each worker that its speed drifts; many that do make it likelier for the others."""
+        odds = self.drift + 0.5 * min(len(self.drift), 4) * max(float(self.drift.mean()), 0.0) - DRIFT_ODDS
+        return np.asarray(1.0 / (1.0 + np.exp(-np.clip(odds, -30.0, 30.0))))
+
+    def _lines(self) -> tuple[Array, Array, Array, Array]:
+        """Return a point on each worker's lines, their slopes, and the elasticity that workers usually have.
+
+        Elasticities are those of a size at that point: 1 without a fixed part of the time, 0 if all of it is fixed.
+        """
+        there = self.steps > 0
+        noise = self.jitter[:, None] ** 2 / np.maximum(self.steps, 1e-9) + OFF_LINE**2
+        weight = np.where(there, 1.0 / noise, 0.0)
+        every = np.maximum(weight.sum(axis=1), 1e-12)
+        size = np.maximum((weight * self.size).sum(axis=1) / every, 1e-9)
+        seconds = np.maximum((weight[..., None] * self.seconds).sum(axis=1) / every[:, None], 1e-12)
+        off_size = np.where(there, self.size / size[:, None] - 1.0, 0.0)
+        off_seconds = np.where(there[..., None], self.seconds / seconds[:, None] - 1.0, 0.0)
+        information = (weight * off_size**2).sum(axis=1)
+        product = (weight[..., None] * off_size[..., None] * off_seconds).sum(axis=1)
+        prior = 1.0 / self.settings.fixed_share**2
+        # the same model runs on all of them: what some showed of its fixed part holds for those seen at one size
+        sure = (information / (information + prior))[:, None]
+        own = np.clip(product / np.maximum(information, 1e-12)[:, None], 0.0, 1.2)
+        usual = ((sure * own).sum(axis=0) + 1.0) / (sure.sum() + 1.0)
+        elasticity = np.clip((product + prior * usual) / (information + prior)[:, None], 0.0, 1.0)
+        return size, seconds, elasticity * seconds / size[:, None], usual
+
+    @cached_property
+    def curves(self) -> tuple[Array, Array]:
+        """Times of each worker by size, as points between and beyond which they are straight.
+
+        Sizes, rising from 0, shape ``(workers, points)``, and seconds, not falling, shape ``(workers, points, 2)``.
+        """
+        size, seconds, slope, usual = self._lines()
+        used = (self.steps > 0).any(axis=0)
+        steps, sizes, known = self.steps[:, used], self.size[:, used], self.seconds[:, used]
+        there, noise = steps > 0, self.jitter[:, None] ** 2 / np.maximum(steps, 1e-9)
+        believed = self.settings.curvature**2 / (self.settings.curvature**2 + noise)
+        believed = np.where(there, believed * (1.0 - self.moving[:, None]), 0.0)
+        at = np.where(there, sizes, size[:, None])
+
+        def line_at(sizes: Array) -> Array:
+            return np.maximum(seconds[:, None] + slope[:, None] * (sizes - size[:, None])[..., None], 1e-12)
+
+        line = line_at(at)
+        measured = np.where(there[..., None], np.maximum(known, 1e-12), line)
+        times = line * (measured / line) ** believed[..., None]
+        order = np.argsort(at, axis=1, kind="stable")
+        at, times = np.take_along_axis(at, order, 1), np.take_along_axis(times, order[..., None], 1)
+        # below the least size, a part of the usual elasticity comes back: no curve is as flat down to nothing
+        elasticity = np.minimum(slope * at[:, :1] / times[:, 0], 1.0)
+        elasticity += self.settings.unseen * np.maximum(usual - elasticity, 0.0)
+        none = times[:, 0] * np.maximum(1.0 - elasticity, 1e-3)
+        far = 2.0 * at[:, -1:] + 1.0
+        most = times[:, -1] + slope * (far - at[:, -1:]) * (times[:, -1] / line_at(at[:, -1:])[:, 0])
+        at = np.concatenate([np.zeros((len(at), 1)), at, far], axis=1)
+        times = np.concatenate([none[:, None], times, most[:, None]], axis=1)
+        times = np.maximum.accumulate(times, axis=1) * np.exp(self.moving * self.level)[:, None, None]
+        return at, times
+
+    def parts(self, sizes: Array) -> Array:
+        """Return the seconds outside of and in backward at these sizes, shape ``(workers, 2)``."""
+        at, times = self.curves
+        return np.stack([interpolated(at, times[..., phase], sizes) for phase in (0, 1)], axis=1)
+
+    def lines(self, sizes: Array) -> Array:
+        """Return the rows ``q``, ``s``, ``k``, ``m`` of C eq. 3 that meet the times at these sizes, ``(workers, 4)``.
+
+        They have the slopes of the fitted lines, which hold over a wide range of sizes.
+        """
+        size, seconds, slope, _ = self._lines()
+        line = np.maximum(seconds + slope * (sizes - size)[:, None], 1e-12)
+        scale = self.parts(sizes) / line
+        slopes, fixed = scale * slope, scale * np.maximum(seconds - slope * size[:, None], 0.0)
+        return np.stack([slopes[:, 0], fixed[:, 0], slopes[:, 1], fixed[:, 1]], axis=1)
+
+    def errors(self, sizes: Array) -> Array:
+        """Return the relative standard errors of the times at these sizes, shape ``(workers,)``."""
+        variance = self.jitter**2
+        here = np.where(self.size == sizes[:, None], self.steps, 0.0).sum(axis=1)
+        by_line = variance / np.maximum(self.steps.sum(axis=1), 1.0) + 0.5 * self.settings.curvature**2
+        by_level = self.moving**2 * variance / (2.0 * self.settings.moving)
+        return np.asarray(np.sqrt(np.minimum(variance / np.maximum(here, 1.0), by_line) + by_level))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain Python values by hardware identity, fit for any checkpoint."""
+        kept = [name for name in _ARRAYS if name != "jumped"]
+        return {name: {k: getattr(self, k)[i].tolist() for k in kept} for i, name in enumerate(self.names)}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any], settings: PlannerSettings = DEFAULTS) -> "WorkerTimes":
+        """Return the times restored from :meth:`state_dict`.
+
+        Raises:
+            ValueError: if an array has another shape, or a number is not finite.
+        """
+        empty = cls.of(tuple(state), settings)
+        if not state:
+            return empty
+        found: dict[str, Any] = {}
+        for name in _ARRAYS:
+            if name != "jumped":
+                array = np.array([worker[name] for worker in state.values()], dtype=float)
+                if array.shape != getattr(empty, name).shape or not np.isfinite(array).all():
+                    raise ValueError(
+                        f"{name} of a worker has to be finite numbers, {getattr(empty, name).shape[1:]} of them"
+                    )
+                found[name] = array
+        return replace(empty, **found)
+
+    # learning
+
+    def observe(self, sizes: Array, outside: Array, backward: Array, elapsed: float) -> "WorkerTimes":
+        """Return the times after some steps at one split.
+
+        Args:
+            sizes: samples of each worker.
+            outside: seconds outside of backward, shape ``(steps, workers)``.
+            backward: seconds in backward, same shape.
+            elapsed: steps since the round before.
+        """
+        count, workers = outside.shape
+        each, jitter = np.arange(workers), self.jitter
+        step = outside + backward
+        middle = np.median(step, axis=0)
+        far = step > middle * (1.0 + 4.0 * jitter)
+        event = far & (self.odd[:, 0] <= RARE * np.maximum(self.odd[:, 1], 20.0))
+        shorter = np.where(event, middle / step, 1.0)
+        step = step * shorter
+        pace = np.stack([winsorize_top(x * shorter).mean(axis=0) for x in (outside, backward)], axis=1)
+        pace = np.maximum(pace, 1e-9)
+        off = np.abs(step / middle - 1.0)
+        off = np.minimum(off, 4.0 * np.maximum(1.4826 * np.median(off, axis=0), 1e-4))
+        free = np.full(workers, max(count - 1.0, 0.0) if count > 2 else 0.0)
+        now = replace(
+            self,
+            odd=_faded(self.odd, np.stack([far.sum(axis=0), np.full(workers, float(count))], axis=1)),
+            squares=_faded(self.squares, np.stack([np.where(free > 0, (off**2).sum(axis=0), 0.0), free], axis=1)),
+            jumped=np.zeros(workers, dtype=bool),
+        )
+        known = self.known
+        if known.any():
+            now = now._follow(sizes, pace.sum(axis=1), middle, count)
+        kept = now.steps * np.exp(-elapsed / self.settings.still)
+        same = (kept > 0) & (now.size == sizes[:, None])
+        slot = np.where(same.any(axis=1), same.argmax(axis=1), kept.argmin(axis=1))
+        before = np.where(same.any(axis=1), kept[each, slot], 0.0)
+        seconds, size = now.seconds.copy(), now.size.copy()
+        new = pace * np.exp(-now.moving * now.level)[:, None]
+        seconds[each, slot] = (before[:, None] * seconds[each, slot] + count * new) / (before + count)[:, None]
+        size[each, slot], kept[each, slot] = sizes, before + count
+        return replace(now, size=size, steps=kept, seconds=seconds, newest=sizes)
+
+    def _follow(self, sizes: Array, pace: Array, middle: Array, count: int) -> "WorkerTimes":
+        """Return the times with level, drift and jumps after a round, before its point is added.
+
+        Args:
+            sizes: samples of each worker.
+            pace: its mean seconds of a step.
+            middle: its median seconds of a step, which a few odd ones do not move.
+            count: steps of the round.
+        """
+        settings, variance, each = self.settings, self.jitter**2, np.arange(len(sizes))
+        same = (self.steps > 1e-3) & (self.size == sizes[:, None])
+        again, slot = same.any(axis=1), same.argmax(axis=1)
+        level = self.moving * self.level
+        expected = self.parts(sizes).sum(axis=1) * np.exp(-level)
+        expected = np.where(again, self.seconds[each, slot].sum(axis=1), expected)
+        off = np.log(pace / np.where(self.known, expected, pace))
+        # of two predictions of a size that goes on, the average of all steps and the newest level, which was closer
+        seen = np.maximum(self.steps[each, slot], 1.0)
+        gain = 1.0 - np.exp(-count / settings.moving)
+        by_points = variance * (1.0 / count + 1.0 / seen) + 1e-6
+        by_level = variance / count * (1.0 + gain / (2.0 - gain)) + 1e-6
+        odds = 0.5 * (off**2 / by_points - (off - self.level) ** 2 / by_level - np.log(by_level / by_points))
+        goes_on = again & (self.newest == sizes)
+        drift = np.where(goes_on, self.drift + np.clip(odds, -2.0, MOST_EVIDENCE), FORGET * self.drift)
+        drift = np.clip(drift, -8.0, 8.0)
+        beyond, typical = off - level, np.log(middle / np.where(self.known, expected, middle)) - level
+        least = np.maximum(settings.jump * np.sqrt(by_points), MIN_JUMP)
+        jumped = again & (np.abs(beyond) > least) & (typical * np.sign(beyond) > 0.5 * np.abs(beyond))
+        followed = self.level + gain * np.where(again, 1.0, self.moving) * (off - self.level)
+        return replace(
+            self,
+            drift=drift,
+            jumped=jumped,
+            level=np.where(jumped, 0.0, followed),
+            seconds=self.seconds * np.where(jumped, np.exp(off), 1.0)[:, None, None],
+            steps=np.where(jumped[:, None], np.minimum(self.steps, 4.0), self.steps),
+        )
+
+
+_ARRAYS = tuple(f.name for f in fields(WorkerTimes) if f.name not in ("names", "settings"))
+
+
+def _faded(sums: Array, more: Array) -> Array:
+    """Return sums with more added, faded to what a memory holds; the last column counts steps."""
+    total = sums + more
+    return np.asarray(total * np.minimum(1.0, MEMORY / np.maximum(total[:, 1:], 1.0)))
+
+
+def interpolated(at: Array, times: Array, sizes: Array) -> Array:
+    """Return each worker's time at a size, by the points of its curve."""
+    place = np.clip((sizes >= at.T).sum(axis=0) - 1, 0, at.shape[1] - 2)
+    each = np.arange(len(sizes))
+    x, y, rise = at[each, place], times[each, place], times[each, place + 1] - times[each, place]
+    return np.asarray(y + rise * (sizes - x) / np.maximum(at[each, place + 1] - x, 1e-12))
+
+
+def since_jump(step: Array) -> int:
+    """Return the first step of a round since a speed last jumped within it; 0 if none did.
+
+    Args:
+        step: seconds, shape ``(steps, workers)``.
+    """
+    if len(step) < 2 * MIN_STRETCH:
+        return 0
+    newest, older = step[-MIN_STRETCH:], step[:-MIN_STRETCH]
+    now = np.median(newest, axis=0)
+    noise = 1.4826 * np.median(np.abs(np.diff(step, axis=0)), axis=0) / 2.0**0.5
+    near = np.maximum(0.2 * now, 5.0 * noise)
+    steady = (np.abs(newest - now) <= near).all(axis=0)  # odd steps are no speed
+    far = steady & (np.abs(older - now) > near)
+    stretch = np.lib.stride_tricks.sliding_window_view(far, MIN_STRETCH, axis=0).all(axis=-1)
+    ends = np.flatnonzero(np.asarray(stretch).any(axis=1))
+    return int(ends[-1]) + MIN_STRETCH if len(ends) else 0
