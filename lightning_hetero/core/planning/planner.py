@@ -37,13 +37,15 @@ SPLITS = 8
 """Splits that are remembered as measured."""
 RECOVERY = 400.0
 """Steps after which doubts about predicted gains have faded to ``1 / e``."""
-LEAST_CREDIT = 0.25
+LEAST_CREDIT = 0.1
 """Share of a predicted gain that counts at least."""
 PROBE = 4.0
 """Standard errors by which the slowest worker has to differ from the fastest for a probe."""
 UNEQUAL, NOISY = 0.5, 0.04
 """Share of what chance pretends that counts where sizes differ already, since it then misleads by little, and the noise
 of single steps below which even less of it does."""
+OFF = 0.005
+"""Relative error of a prediction that more steps do not reduce."""
 LUCK = 1.2
 """Standard errors beyond the expected ones by which the unluckiest of equal workers may seem behind."""
 SHORT_STEP = 0.015
@@ -185,7 +187,7 @@ class PerfModelPlanner:
 
     def _error(self, predicted: float, plan: BatchPlan, context: PlanContext) -> float:
         errors = self._workers(context).errors(_run(plan.local_batch_sizes, context))
-        return predicted * math.hypot(0.01, float(errors.max()))
+        return predicted * math.hypot(OFF, 1.25 * float(errors.max()))  # of several, the largest is a little more
 
     # learning
 
