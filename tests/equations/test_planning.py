@@ -1,6 +1,7 @@
 """The split of least step time on curves of any shape, and what the planner makes of times that are no line."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,6 +77,41 @@ def test_times_that_rise_by_tiles_do_not_change_the_split_for_ever(tile, seed):
     assert best / np.mean([seconds(split).max() for split in plans[-20:]]) >= 0.85
     whole, _ = staircase(PerfModelPlanner(), speeds, tile, total, 496, rng, multiple=tile)
     assert best / seconds(whole[-1]).max() >= 0.97
+
+
+def seen_of(sizes, seconds, steps=8):
+    """Steps in which the workers take these seconds, with a noise of one percent."""
+    b = np.tile(np.array(sizes, float), (steps, 1))
+    took = np.array(seconds) * (1 + 0.01 * np.random.default_rng(0).standard_normal(b.shape))
+    zeros, step = np.zeros_like(b), np.broadcast_to(took.max(axis=1, keepdims=True), b.shape)
+    return StepObservations(b, took / 3, 2 * took / 3, zeros, zeros, zeros, step)
+
+
+def changed(after):
+    """A planner that changed from 20/20 to 30/10 since that promised half, and the decision after it took so long."""
+    ctx = context(40, 2)
+    first = PerfModelPlanner().decide(seen_of((20, 20), (0.02, 0.06)), even_plan(ctx), ctx)
+    assert first.proposal.plan.local_batch_sizes == (30, 10)
+    return ctx, first, first.planner.decide(seen_of((30, 10), after), first.proposal.plan, ctx)
+
+
+def test_a_change_that_gained_nothing_makes_the_next_promise_count_less():
+    """Both workers take as long as the slower one did: predicted was half."""
+    kept, lost = changed((0.03, 0.031))[2].planner.credit, changed((0.06, 0.058))[2].planner.credit
+    assert kept > 0.95
+    assert lost < 0.6
+    ctx = context(40, 2)
+    for credit, moves in ((1.0, True), (1e-3, False)):
+        planner = replace(PerfModelPlanner(), credit=credit)
+        decision = planner.decide(seen_of((20, 20), (0.02, 0.06)), even_plan(ctx), replace(ctx, elapsed=0))
+        assert (decision.proposal is not None) == moves
+
+
+def test_a_split_that_ran_and_was_faster_is_gone_back_to():
+    """A step in the time of the faster worker beyond 20 samples: 30/10 takes half as long again as 20/20 did."""
+    _, _, second = changed((0.09, 0.031))
+    assert second.proposal.plan.local_batch_sizes == (20, 20)
+    assert second.planner.credit < 0.6
 
 
 @pytest.mark.parametrize(("speeds", "each"), [((4, 2, 1), 2), ((2, 1), 4), ((1.5, 1.5, 1, 1), 4)])

@@ -302,8 +302,7 @@ class WorkerTimes:
             squares=_faded(self.squares, np.stack([np.where(free > 0, (off**2).sum(axis=0), 0.0), free], axis=1)),
             jumped=np.zeros(workers, dtype=bool),
         )
-        known = self.known
-        if known.any():
+        if self.known.any():
             now = now._follow(sizes, pace.sum(axis=1), middle, count)
         kept = now.steps * np.exp(-elapsed / self.settings.still)
         same = (kept > 0) & (now.size == sizes[:, None])
