@@ -362,7 +362,8 @@ class PerfModelPlanner:
         rows = (seen.local_batch_sizes == np.maximum(current.local_batch_sizes, 1)).all(axis=1)
         if judged and gain > 0 and rows.sum() >= 3 and current.total_batch_size == context.total_batch_size:
             trial = Trial(current.local_batch_sizes, *self._measured(_rows(seen, rows), context), gain, split)
-        reason = f"{why}: step {before * 1e3:.1f} -> {then * 1e3:.1f} ms ({saved:.1%} less)"
+        takes = f"{abs(saved):.1%} {'less' if saved >= 0 else 'more'}"
+        reason = f"{why}: step {before * 1e3:.1f} -> {then * 1e3:.1f} ms ({takes})"
         soon = gain > SOON if judged else gain <= 0.0
         return Decision(replace(self, trial=trial), Proposal(plan, reason), soon=soon)
 
