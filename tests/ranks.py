@@ -29,6 +29,7 @@ import traceback
 import types
 import warnings
 from contextlib import suppress
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -73,6 +74,12 @@ _AT_END = []
 def at_end(call):
     """Call a function when the job of this process is over, which puts back what the job has changed."""
     _AT_END.append(call)
+
+
+def put(owner, name, value):
+    """Put another function into its place until the run is over."""
+    at_end(partial(setattr, owner, name, vars(owner)[name]))
+    setattr(owner, name, value)
 
 
 def _forget_accelerate():

@@ -4,7 +4,6 @@ import os
 import random
 import signal
 import threading
-import time
 import warnings
 from datetime import timedelta
 
@@ -16,8 +15,9 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_hetero import BlockTopK
+from lightning_hetero.comm.collectives.async_ops import SharedNotes
 from tests.helpers import Points, Regressor, fit
-from tests.ranks import run_ranks
+from tests.ranks import put, run_ranks
 
 SHORT = {"timeout": timedelta(seconds=20)}
 TOPK = {"compression": BlockTopK(density=0.3, block=8, warmup_steps=2)}
@@ -36,22 +36,41 @@ class Told(L.Callback):
         self.seconds, self.number, self.timer = seconds, number, None
 
     def on_train_start(self, trainer, pl_module):
-        if self.seconds is not None:
-            self.timer = threading.Timer(self.seconds, os.kill, (os.getpid(), self.number))
-            self.timer.start()
+        self.timer = threading.Timer(self.seconds, os.kill, (os.getpid(), self.number))
+        self.timer.start()
 
     def on_exception(self, trainer, pl_module, exception):
         """Lightning then restores the handlers of before, by which a late signal ends the process."""
-        if self.timer is not None:
-            self.timer.cancel()
+        self.timer.cancel()
 
 
-class Slow(Regressor):
-    """Takes a millisecond for a step, and has something to validate."""
+class Tells(L.Callback):
+    """Ranks get a signal when training begins, in a batch by the number of all so far, or as they wait before it."""
 
-    def training_step(self, batch, batch_idx):
-        time.sleep(0.001)
-        return super().training_step(batch, batch_idx)
+    def __init__(self, ranks, point, number=signal.SIGTERM):
+        self.ranks, self.point, self.number = ranks, point, number
+
+    def tell(self, trainer, *point):
+        if trainer.global_rank in self.ranks and point == self.point:
+            os.kill(os.getpid(), self.number)
+
+    def on_train_start(self, trainer, pl_module):
+        take, before = SharedNotes.take, iter(range(10**9))
+
+        def waits(notes):
+            found = take(notes)
+            self.tell(trainer, "waits", next(before))
+            return found
+
+        put(SharedNotes, "take", waits)
+        self.tell(trainer, "begins")
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.tell(trainer, "batch", trainer.global_step - 1)
+
+
+class Validated(Regressor):
+    """Has something to validate."""
 
     def val_dataloader(self):
         return torch.utils.data.DataLoader(Points(8), 2)
@@ -65,10 +84,10 @@ def filter_warnings():
     warnings.filterwarnings("ignore", ".*there is no last checkpoint available", UserWarning)
 
 
-def _train_until_told(rank, mode, delays, folder):
+def _train_until_told(rank, mode, told, folder):
     filter_warnings()
-    model = Slow()
-    callbacks = [Told(delays[rank]), OnExceptionCheckpoint(folder)]
+    model = Validated()
+    callbacks = [told[rank], OnExceptionCheckpoint(folder)]
     more = {"callbacks": callbacks, "enable_checkpointing": True, "max_epochs": 10**6}
     try:
         fit(rank, {**SHORT, **MODES[mode]}, 2, 5, model=model, dataset=Points(64), **more)
@@ -77,8 +96,8 @@ def _train_until_told(rank, mode, delays, folder):
     return None
 
 
-def ends_with_a_checkpoint(mode, delays, folder):
-    steps = run_ranks(_train_until_told, 2, mode, delays, str(folder), timeout=60.0, start="fork")
+def ends_with_a_checkpoint(mode, told, folder):
+    steps = run_ranks(_train_until_told, 2, mode, told, str(folder), timeout=60.0, start="fork")
     assert steps[0] == steps[1] > 0
     state = torch.load(folder / "on_exception.ckpt", weights_only=True)
     assert state["global_step"] == steps[0]
@@ -88,48 +107,35 @@ def ends_with_a_checkpoint(mode, delays, folder):
 
 
 @pytest.mark.parametrize(
-    "mode", ["both", *(pytest.param(mode, marks=pytest.mark.slow("in real time")) for mode in MODES)]
+    ("mode", "ranks", "point"),
+    [("both", [0, 1], ("batch", 8)), ("plain", [0, 1], ("waits", 8)), ("plain", [0], ("batch", 8))],
 )
+def test_all_ranks_end_with_a_checkpoint(mode, ranks, point, tmp_path):
+    ends_with_a_checkpoint(mode, [Tells(ranks, point)] * 2, tmp_path)
+
+
+@pytest.mark.slow("in real time")
+@pytest.mark.parametrize("mode", MODES)
 def test_all_ranks_end_with_a_checkpoint_when_told_at_almost_the_same_time(mode, tmp_path, seed):
     """A scheduler tells every process, milliseconds apart."""
     rng = random.Random(f"{mode} {seed}")
     begin = rng.uniform(0.2, 0.6)
-    ends_with_a_checkpoint(mode, [begin + rng.uniform(0.0, 0.004) for _ in range(2)], tmp_path)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_one_rank_that_is_told_ends_all(rank, tmp_path):
-    ends_with_a_checkpoint("plain", [0.3 if rank == told else None for told in range(2)], tmp_path)
-
-
-class Tells(L.Callback):
-    """One rank gets a signal when training begins, or in a batch, by the number of all batches so far."""
-
-    def __init__(self, rank, batch):
-        self.rank, self.batch = rank, batch
-
-    def on_train_start(self, trainer, pl_module):
-        if (trainer.global_rank, None) == (self.rank, self.batch):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if (trainer.global_rank, trainer.global_step - 1) == (self.rank, self.batch):
-            os.kill(os.getpid(), signal.SIGTERM)
+    ends_with_a_checkpoint(mode, [Told(begin + rng.uniform(0.0, 0.004)) for _ in range(2)], tmp_path)
 
 
 TOLD = {
-    "rank 0 before the first batch": (0, None, 1),
-    "rank 0 in a batch": (0, 2, 4),
-    "rank 1 in a batch": (1, 2, 4),
-    "in the last batch": (1, 6, 7),
+    "rank 0 before the first batch": (0, ("begins",), 1),
+    "rank 0 in a batch": (0, ("batch", 2), 4),
+    "rank 1 in a batch": (1, ("batch", 2), 4),
+    "in the last batch": (1, ("batch", 6), 7),
 }
 
 
 def _told(rank, world_size):
     """Steps that each training had, and whether Lightning is then as it was."""
     found, before = {}, signal.getsignal(signal.SIGTERM)
-    for name, (told, batch, _) in TOLD.items():
-        model, tells = Regressor(), Tells(told % world_size, batch)
+    for name, (told, point, _) in TOLD.items():
+        model, tells = Regressor(), Tells([told % world_size], point)
         try:
             given = {"model": model, "dataset": Points(64), "callbacks": [tells], "max_epochs": 1}
             fit(rank, SHORT, world_size, 10 // world_size, **given)
@@ -172,18 +178,19 @@ class Stops(L.Callback):
         trainer.should_stop = found
 
 
-def _requeued(rank, delays, folder):
+def _requeued(rank, told, folder):
     os.environ["SLURM_JOB_ID"] = "12"
     os.environ["PATH"] = folder  # no scontrol
-    model = Slow()
+    model = Validated()
     environment = Slurm(auto_requeue=True, requeue_signal=signal.SIGUSR2)
-    callbacks = [Told(delays[rank], signal.SIGUSR2), Stops(folder)]
-    given = {"plugins": [environment], "max_epochs": 10**6, "default_root_dir": folder, "callbacks": callbacks}
-    fit(rank, {**SHORT, **TOPK}, 2, 5, model=model, dataset=Points(64), **given)
+    given = {"plugins": [environment], "default_root_dir": folder, "callbacks": [told, Stops(folder)]}
+    fit(rank, {**SHORT, **TOPK}, 2, 5, model=model, dataset=Points(64), max_epochs=40, **given)
     return len(model.seen)
 
 
-def test_slurms_signal_to_requeue_saves_once_on_all_ranks_at_the_same_batch(tmp_path):
-    steps = run_ranks(_requeued, 2, [0.4, 0.403], str(tmp_path), timeout=60.0, start="fork")
+@pytest.mark.parametrize(("ranks", "point"), [([0, 1], ("waits", 8)), ([1], ("batch", 8))])
+def test_slurms_signal_to_requeue_saves_once_on_all_ranks_at_the_same_batch(ranks, point, tmp_path):
+    """Ranks that wait for each other before a batch are told while they do."""
+    steps = run_ranks(_requeued, 2, Tells(ranks, point, signal.SIGUSR2), str(tmp_path), timeout=60.0, start="fork")
     assert steps[0] == steps[1]
-    assert torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)["global_step"] > 0
+    assert 8 < torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)["global_step"] <= 10

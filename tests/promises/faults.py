@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,7 +30,7 @@ from lightning_hetero.comm.agreement.control_plane import ControlPlane
 from lightning_hetero.core.compression.settings import LowRank
 from tests.helpers import Points, collected, covered
 from tests.loops import FRONT_ENDS, SAMPLES
-from tests.ranks import RankError, at_end, run_ranks
+from tests.ranks import RankError, put, run_ranks
 from tests.transformers.runs import Rows, arguments, of, trained
 
 COLLECTIVES = ("allreduce", "allgather", "broadcast", "gather", "send", "recv", "barrier")
@@ -87,12 +86,6 @@ def parameters_of(loss):
             found.append(node.variable)
         queue += [following for following, _ in node.next_functions if following is not None]
     return found
-
-
-def put(owner, name, value):
-    """Put another function into its place until the run is over."""
-    at_end(partial(setattr, owner, name, vars(owner)[name]))
-    setattr(owner, name, value)
 
 
 # what must hold

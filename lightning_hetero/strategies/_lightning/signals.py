@@ -88,7 +88,7 @@ class SharedSignals:
         hasten: Callable[[], None] = lambda: None,
     ) -> None:
         self._trainer, self._control, self._hasten = trainer, control, hasten
-        self._noted: list[int | None] = [None] * len(_Note)  # numbers of the signals that came
+        self._noted: dict[_Note, int] = {}  # numbers of the signals that came
         self._notes = SharedNotes(control, len(_Note))
         self._members_change = members_change
         self._requeue: Callable[[int, FrameType | None], None] | None = None
@@ -97,7 +97,7 @@ class SharedSignals:
     @property
     def told_to_end(self) -> int | None:
         """Number of the signal by which this rank was told to end, ``None`` if it was not."""
-        return self._noted[_Note.END]
+        return self._noted.get(_Note.END)
 
     def install(self, kept: int | None = None) -> "SharedSignals":
         """Replace the handlers; before Lightning registers them.
@@ -105,7 +105,8 @@ class SharedSignals:
         Args:
             kept: number of a signal that came before and was not obeyed.
         """
-        self._noted[_Note.END] = kept
+        if kept is not None:
+            self._noted[_Note.END] = kept
         connector = self._trainer._signal_connector
         self._requeue = getattr(connector, REQUEUE, None)
         setattr(connector, NOTIFIER, self._term)
@@ -116,7 +117,7 @@ class SharedSignals:
     def _term(self, signum: int, frame: FrameType | None) -> None:
         trainer = self._trainer
         log.info("rank %d received SIGTERM; training ends before the next batch but one", self._control.rank)
-        if self._noted[_Note.END] is None and trainer.strategy.launcher is not None:
+        if _Note.END not in self._noted and trainer.strategy.launcher is not None:
             trainer.strategy.launcher.kill(signum)
         self._noted[_Note.END] = signum
         if self._control.world_size == 1:
@@ -177,9 +178,9 @@ class SharedSignals:
         """Return what ranks had noted at the last call, and send what this one has noted since."""
         if self._members_change is not None:
             self._noted[_Note.MEMBERS] = int(self._members_change())
-        told = self._notes.exchange([number or 0 for number in self._noted])
-        self._noted[_Note.REQUEUE] = self._noted[_Note.MEMORY] = None
-        return told
+        # a signal may come while this waits for other ranks: what is sent is taken away before, and nothing later
+        sent = {note: self._noted.pop(note, 0) for note in (_Note.REQUEUE, _Note.MEMORY)}
+        return self._notes.exchange([{**self._noted, **sent}.get(note, 0) for note in _Note])
 
     def _obey(self, told: list[int]) -> None:
         if told[_Note.REQUEUE] and self._requeue is not None:
