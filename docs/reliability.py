@@ -245,8 +245,7 @@ ROWS = (
         "SIGTERM to any rank ends all of them before the same batch, with a checkpoint where one is asked for. "
         "Outside of Lightning, it does so with [the lines that ask for one](faults.md#signals-to-stop).",
         (
-            f"{SIGNALS}::test_all_ranks_end_with_a_checkpoint_when_told_at_almost_the_same_time",
-            f"{SIGNALS}::test_one_rank_that_is_told_ends_all",
+            f"{SIGNALS}::test_all_ranks_end_with_a_checkpoint",
             SIGNALS,
             f"{KILLS}::test_a_training_that_is_told_to_end_saves_and_ends",
             "tests/front_ends/test_transformers.py::test_all_ranks_save_after_the_step_that_follows_a_signal",

@@ -6,16 +6,19 @@ group of its own, on a port of its own: which rank holds the store, and when it 
 After a job, a process is put back into the state it had; functions, classes, threads, processes and handlers of signals
 that the job has left behind fail the test, by their names. (Values of modules are neither compared nor put back.)
 
-If a rank raises, its peers have ``GRACE_S`` to come to their own end; then it exits, which is how they would learn of
-it in a script. Where none had to exit and nothing was left, the processes stay.
+If a rank raises, its peers have ``GRACE_S`` to come to their own end; then its connections are closed, which is how
+they would learn of the end of its process in a script. A process stays unless it was killed, is stuck, or has kept
+something after a failure; then another one takes its place.
 
-``start="fork"`` and ``start="spawn"`` give new processes: to ranks that are killed, that a fault may leave stuck, or
-that use a GPU. If you suspect the pool, try ``start="fork"``. Ranks that are late write their stacks to stderr.
+``start="fork"`` and ``start="spawn"`` give new processes: to ranks that take over what the test has patched, whose
+memory is measured, or that use a GPU. If you suspect the pool, try ``start="fork"``. Ranks that are late write their
+stacks to stderr.
 """
 
 import atexit
 import faulthandler
 import gc
+import itertools
 import logging
 import os
 import pickle
@@ -35,6 +38,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -67,7 +71,7 @@ class RankError(AssertionError):
 # in a rank
 
 GRACE_S = 2.0
-"""Seconds for which a rank that raised waits for its peers, before it exits."""
+"""Seconds for which a rank that raised waits for its peers, before it closes its connections."""
 _AT_END = []
 
 
@@ -143,6 +147,18 @@ def _child(connection, fn, args, rank, world_size, port, env, filters):
     os._exit(0)
 
 
+def _connections():
+    """Descriptors of this process's TCP connections, with their ends; gloo's thread needs the listeners."""
+    return {(one.fd, one.laddr, one.raddr) for one in psutil.Process().net_connections("tcp") if one.raddr}
+
+
+def _hang_up(before):
+    """Close the connections that were made since, as the end of a process does."""
+    for fd, *_ in _connections() - before:
+        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
+            copy.shutdown(socket.SHUT_RDWR)
+
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT, signal.SIGALRM)
 PATCHED = (
     "lightning_hetero",
@@ -176,6 +192,13 @@ def _places():
                 if type(value) is type and value.__module__ == name and name.startswith("lightning_hetero"):
                     found |= {(f"{name}.{key}", k): v for k, v in vars(value).items() if callable(v)}
     return found
+
+
+def _count_from(groups):
+    """Let ranks with different pasts count alike: torch its groups, and we the trainings that compare backends."""
+    dist.distributed_c10d._world.group_count = groups
+    if backends := sys.modules.get("lightning_hetero.comm.agreement.backends"):
+        backends._TRAININGS = itertools.count()
 
 
 class _State:
@@ -234,22 +257,23 @@ def _serve(connection):
     logging.getLogger("lightning_hetero").setLevel(logging.INFO)  # as an import does, which may be a job's
     atexit._clear()
     while (job := connection.recv_bytes()) != b"end":
-        variables, filters, test, job = pickle.loads(job)
+        variables, filters, test, groups, grace, job = pickle.loads(job)
         os.environ["PYTEST_CURRENT_TEST"] = test
         try:
             fn, args, rank = pickle.loads(job)  # imports the test's module: no change that the job makes
         except BaseException as error:  # noqa: BLE001
             fn, args, rank = _raise, (error,), int(variables["RANK"])
         _forget_accelerate()
-        state = _State()
+        state, connections = _State(), _connections()
+        _count_from(groups)
         os.environ.update(variables)
         random.seed(0), np.random.seed(0), torch.manual_seed(0)
         with warnings.catch_warnings():
             _filter(filters)
             result = _called(fn, args, rank)
             _send(connection, result)
-            if result[0] == "error" and not connection.poll(GRACE_S):
-                os._exit(1)  # its peers wait for it: they see that it is gone, as a script would be
+            if result[0] == "error" and not connection.poll(grace):
+                _hang_up(connections)
             connection.recv()  # all are done
         del fn, args
         while _AT_END:
@@ -280,6 +304,7 @@ class _Rank:
         self.process = context.Process(target=_serve, args=(theirs,), daemon=False)
         self.process.start()
         theirs.close()
+        self.groups = 0
         STARTED["ranks"] += 1
 
     def end(self, patience=2.0):
@@ -292,7 +317,7 @@ class _Rank:
 
 
 _POOLS, _OWNER = {}, os.getpid()
-"""Processes by the number of ranks that they are: all of a job have the same past, so that they count alike."""
+"""Processes by the number of ranks that they are; ``None`` in the place of one that is gone."""
 
 
 def _pool(count):
@@ -300,23 +325,26 @@ def _pool(count):
     if os.getpid() != _OWNER:  # a fork of a test process
         _POOLS.clear()
         _OWNER = os.getpid()
-    if count not in _POOLS:
+    pool = _POOLS.setdefault(count, [None] * count)
+    if None in pool:
         gc.collect()  # here and not in the ranks: a process group frees itself by threads, which no fork has
-        _POOLS[count] = [_Rank() for _ in range(count)]
-    return _POOLS[count]
+        pool[:] = [rank or _Rank() for rank in pool]
+    return list(pool)
 
 
 def _drop(ranks, patience=2.0):
-    _POOLS.pop(len(ranks), None)
+    for pool in _POOLS.values():
+        pool[:] = [None if rank in ranks else rank for rank in pool]
     for rank in ranks:
-        rank.end(patience)
+        if rank is not None:
+            rank.end(patience)
 
 
 @atexit.register
 def close_pool():
     if os.getpid() == _OWNER:
         for ranks in list(_POOLS.values()):
-            _drop(ranks)
+            _drop(list(ranks))
 
 
 def _tracebacks(results):
@@ -349,7 +377,7 @@ def _answers(pipes, processes, timeout):
             rank = waiting.pop(pipe)
             try:
                 answers[rank] = pipe.recv()
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 text = f"rank {rank} died without a word, {_how_it_ended(processes[rank].pid)}"
                 answers[rank] = ("error", ("Died", text, text))
     return answers
@@ -371,11 +399,11 @@ def _results(results, expect_errors):
     return [value for _, value in results]
 
 
-def run_ranks(fn, world_size, *args, timeout=240.0, env=None, expect_errors=False, start="pool"):
+def run_ranks(fn, world_size, *args, timeout=240.0, env=None, expect_errors=False, start="pool", grace=GRACE_S):
     """``fn(rank, *args)`` on every rank at once; the list of results, or of ``(rank, type, message)`` of the errors.
 
     With ``expect_errors``, the list of errors is returned, which is empty if no rank raised. ``env`` has further
-    variables of the ranks' environment.
+    variables of the ranks' environment. ``grace`` is 0.0 where the end of one rank is what the others are to see.
 
     Processes that stay (``start="pool"``) know nothing of what a test has patched, and get ``fn`` by pickle: it is a
     function of a module. ``"fork"`` gives each rank a new process with all that the test's has. Ranks that use a GPU
@@ -395,7 +423,7 @@ def run_ranks(fn, world_size, *args, timeout=240.0, env=None, expect_errors=Fals
     torch.set_num_threads(1)
     STARTED["jobs"] += 1
     if start == "pool":
-        return _run_kept(fn, world_size, args, timeout, env or {}, expect_errors)
+        return _run_kept(fn, world_size, args, timeout, env or {}, expect_errors, grace)
     return _run_new(fn, world_size, args, timeout, env or {}, expect_errors, start)
 
 
@@ -407,15 +435,16 @@ def _names(state):
     return [more[1]] if names == "error" else names
 
 
-def _run_kept(fn, world_size, args, timeout, env, expect_errors):
+def _run_kept(fn, world_size, args, timeout, env, expect_errors, grace):
     port, filters, test = free_port(), list(warnings.filters), os.environ.get("PYTEST_CURRENT_TEST", "")
     jobs = [pickle.dumps((fn, args, rank)) for rank in range(world_size)]
     ranks = _pool(world_size)
+    groups = max(rank.groups for rank in ranks)
     processes, pipes = [rank.process for rank in ranks], [rank.pipe for rank in ranks]
     results = [None] * world_size
     try:
         for rank, (pipe, job) in enumerate(zip(pipes, jobs, strict=True)):
-            pipe.send_bytes(pickle.dumps((_variables(rank, world_size, port, env), filters, test, job)))
+            pipe.send_bytes(pickle.dumps((_variables(rank, world_size, port, env), filters, test, groups, grace, job)))
         results = _answers(pipes, processes, timeout)
         if None in results:
             raise _late(results, processes, timeout)
@@ -429,11 +458,12 @@ def _run_kept(fn, world_size, args, timeout, env, expect_errors):
             process.kill()
         _drop(ranks, 0.0)
         raise
-    names, counts = {name for state in left for name in _names(state)}, {state and state[1] for state in left}
-    if names or len(counts) > 1:  # torch names a group by how many there were before: ranks have to count alike
-        _drop(ranks, 0.0)
-        if names and not failed:  # who fails may leave something: it is gone with these processes
-            raise RankError([], f"the test left behind: {', '.join(sorted(names))}")
+    for rank, state in zip(ranks, left, strict=True):
+        rank.groups = state[1] if state and not _names(state) else 0
+    kept = {name for state in left for name in _names(state)}
+    _drop([rank for rank, state in zip(ranks, left, strict=True) if _names(state)], 0.0)
+    if kept and not failed:  # who fails may leave something: it is gone with these processes
+        raise RankError([], f"the test left behind: {', '.join(sorted(kept))}")
     return _results(results, expect_errors)
 
 

@@ -656,7 +656,7 @@ def alone(row, number):
 )
 def test_a_row_shows_what_it_says(row):
     several = sorted({shown.job.get("ranks", 2) for shown in ROWS[row]})
-    start = "fork" if row in COSTLY or max(several) > 2 else "pool"  # threads go on behind searches
+    start = "fork" if row in COSTLY else "pool"  # threads go on behind searches
     found = {ranks: run_ranks(_row, ranks, row, ranks, start=start, timeout=240) for ranks in several}
     for number, shown in enumerate(ROWS[row]):
         results = [result[number] for result in found[shown.job.get("ranks", 2)]]
@@ -680,7 +680,7 @@ def _skips(rank):
 
 
 def test_a_step_that_one_rank_skips_is_an_error_there_and_ends_the_others():
-    raised = run_ranks(_skips, 2, expect_errors=True, start="fork")
+    raised = run_ranks(_skips, 2, expect_errors=True)
     assert [rank for rank, *_ in raised] == [0, 1]
     assert "returning None" in raised[1][2]
 
@@ -702,7 +702,7 @@ def _launch(rank, alias):
 @pytest.mark.slow("starts interpreters")
 @pytest.mark.parametrize("alias", ["hetero_ddp_fork", "hetero_ddp_spawn"])
 def test_lightning_launches_its_processes(alias):
-    (result,) = run_ranks(_launch, 1, alias, timeout=120, start="fork")
+    (result,) = run_ranks(_launch, 1, alias, timeout=120)
     assert result["metrics"]["count"] == N
 
 

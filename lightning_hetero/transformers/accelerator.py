@@ -161,8 +161,7 @@ class TrainerAccelerator(HeteroAccelerator):
         ``None`` for a batch that is not split: of a single worker, of another loader, or one that no loader of ours
         has handed out.
         """
-        engine = None if self.num_processes == 1 else self.engine
-        handed = None if engine is None else engine.weighting.trace.find(batch)
+        handed = None if self.engine is None else self.engine.weighting.trace.find(batch)
         return None if handed is None or handed.beside is not None else not handed.idle
 
     def weight_of(self, batch: Any) -> torch.Tensor | None:

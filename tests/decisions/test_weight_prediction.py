@@ -137,9 +137,9 @@ def test_forward_runs_at_the_foretold_weights_and_the_optimizer_at_the_true_ones
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(TypeError, match=r"gain=3 is not callable; give a function"):
+    with pytest.raises(TypeError, match="gain=3"):
         LookAheadCallback(3)
-    with pytest.raises(RankError, match="2 of LookAheadCallback would both move the weights"):
+    with pytest.raises(RankError, match="LookAheadCallback"):
         run_ranks(_run, 2, {}, {"callbacks": [LookAheadCallback()]})
 
 

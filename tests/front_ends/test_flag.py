@@ -82,12 +82,12 @@ CASES = {"metrics": {}, "checkpointing": {}, "tokens": {"ACCELERATE_HETERO_LOSS_
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
     folder = tmp_path_factory.mktemp("one")
-    return {name: run_ranks(script, 1, name, 16, folder, False, env=CPU, start="fork")[0] for name in CASES}
+    return {name: run_ranks(script, 1, name, 16, folder, False, env=CPU)[0] for name in CASES}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_unchanged_script_gives_the_results_of_one_process(name, one_process, tmp_path):
-    two = run_ranks(script, 2, name, 8, tmp_path, True, env={**ON, **sizes("13,3"), **CASES[name]}, start="fork")[0]
+    two = run_ranks(script, 2, name, 8, tmp_path, True, env={**ON, **sizes("13,3"), **CASES[name]})[0]
     assert set(one_process[name]) == set(two)
     np.testing.assert_allclose(numbers(two), numbers(one_process[name]), rtol=1e-11, atol=1e-13)
 
@@ -276,4 +276,4 @@ def own_scripts(rank, name):
 )
 def test_accelerates_own_scripts_pass(name, settings):
     env = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_HETERO": "true", **settings}
-    run_ranks(own_scripts, 2, name, env=env, start="fork")
+    run_ranks(own_scripts, 2, name, env=env)

@@ -390,8 +390,7 @@ def saved(tmp_path_factory):
 )
 def test_a_training_resumes_from_every_step(saved, sizes):
     folder, one = saved
-    start = "pool" if len(sizes) < 3 else "fork"
-    for resumed in run_ranks(_resumes, len(sizes), folder, sizes, (1, 3, 4), start=start)[0]:
+    for resumed in run_ranks(_resumes, len(sizes), folder, sizes, (1, 3, 4))[0]:
         assert resumed["steps"] == 6
         assert abs(resumed["weights"] - one["weights"]).max() < 1e-6
         assert resumed["rates"] == one["rates"]

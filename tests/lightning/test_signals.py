@@ -97,7 +97,7 @@ def _train_until_told(rank, mode, told, folder):
 
 
 def ends_with_a_checkpoint(mode, told, folder):
-    steps = run_ranks(_train_until_told, 2, mode, told, str(folder), timeout=60.0, start="fork")
+    steps = run_ranks(_train_until_told, 2, mode, told, str(folder), timeout=60.0)
     assert steps[0] == steps[1] > 0
     state = torch.load(folder / "on_exception.ckpt", weights_only=True)
     assert state["global_step"] == steps[0]
@@ -191,6 +191,6 @@ def _requeued(rank, told, folder):
 @pytest.mark.parametrize(("ranks", "point"), [([0, 1], ("waits", 8)), ([1], ("batch", 8))])
 def test_slurms_signal_to_requeue_saves_once_on_all_ranks_at_the_same_batch(ranks, point, tmp_path):
     """Ranks that wait for each other before a batch are told while they do."""
-    steps = run_ranks(_requeued, 2, Tells(ranks, point, signal.SIGUSR2), str(tmp_path), timeout=60.0, start="fork")
+    steps = run_ranks(_requeued, 2, Tells(ranks, point, signal.SIGUSR2), str(tmp_path), timeout=60.0)
     assert steps[0] == steps[1]
     assert 8 < torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)["global_step"] <= 10

@@ -77,7 +77,7 @@ def _on_a_full_disk(rank, io, path):
 
 def test_a_disk_that_is_full_leaves_the_file_that_was_there(io, path):
     io.save_checkpoint({"weights": torch.zeros(3)}, path)
-    run_ranks(_on_a_full_disk, 1, io, path, start="fork")
+    run_ranks(_on_a_full_disk, 1, io, path)
     assert io.load_checkpoint(path)["weights"].tolist() == [0.0, 0.0, 0.0]
     assert list(path.parent.iterdir()) == [path]
 

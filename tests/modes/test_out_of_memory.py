@@ -213,7 +213,7 @@ def test_what_cannot_be_done_again_is_one_named_error_on_every_rank(reason):
     errors = run_ranks(_fails, 2, reason, expect_errors=True)
     assert [(rank, kind) for rank, kind, _ in errors] == [(0, "RuntimeError"), (1, "OutOfMemoryError")]
     assert REASONS[reason][2] in errors[1][2]
-    assert "rank 1 failed first" in errors[0][2]
+    assert "rank 1" in errors[0][2]
 
 
 def _too_much(rank):

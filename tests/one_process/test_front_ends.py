@@ -152,8 +152,7 @@ def trained(front_end, ranks):
     """Every rank's results of all cases of so many workers; or the error, for all of them."""
     names = [name for row, name in ROWS if row == front_end and CASES[name].ranks == ranks]
     try:
-        start = "pool" if ranks == 2 else "fork"
-        results = run_ranks(_train, ranks, front_end, names, env=ENV, start=start)
+        results = run_ranks(_train, ranks, front_end, names, env=ENV)
     except Exception as error:  # noqa: BLE001 - raised by each case's own test
         return error
     return dict(zip(names, zip(*results, strict=True), strict=True))

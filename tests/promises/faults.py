@@ -125,7 +125,7 @@ def nothing_changed(fault, mode, outcome, undisturbed):
 def nothing_changed_but_a_warning(fault, mode, outcome, undisturbed):
     """Training goes on, and one line on one rank says what was not written."""
     nothing_changed(fault, mode, outcome, undisturbed)
-    assert sorted(map(len, outcome.said("the record of the run cannot be written"))) == [*[0] * (mode.ranks - 1), 1]
+    assert sorted(map(len, outcome.said("hetero_run.jsonl"))) == [*[0] * (mode.ranks - 1), 1]
 
 
 def step_is_skipped(fault, mode, outcome, undisturbed):
@@ -135,12 +135,10 @@ def step_is_skipped(fault, mode, outcome, undisturbed):
         assert np.isfinite(result["weights"]).all()
         np.testing.assert_array_equal(result["weights"], outcome.results[0]["weights"])
     if not mode.in_step:
-        assert [len(lines) for lines in outcome.said(f"rank [{fault.rank}] are not finite")].count(1) == 1
+        assert [len(lines) for lines in outcome.said(f"rank [{fault.rank}]")].count(1) == 1
         return
-    assert all(len(lines) == 1 and f"step {fault.at}" in lines[0] for lines in outcome.said("left that gradient out"))
-    assert [len(lines) for lines in outcome.said("the loss is")] == [
-        int(rank == fault.rank) for rank in range(mode.ranks)
-    ]
+    assert [len(lines) for lines in outcome.said(f" step {fault.at} ")] == [1] * mode.ranks
+    assert [len(lines) for lines in outcome.said(" nan ")] == [int(rank == fault.rank) for rank in range(mode.ranks)]
     for weights in outcome.left.values():
         moved = [not torch.equal(*pair) for pair in pairwise(weights[: fault.at + 3])]
         assert moved == [step != fault.at for step in range(fault.at + 2)]
@@ -149,11 +147,12 @@ def step_is_skipped(fault, mode, outcome, undisturbed):
 def difference_is_told(fault, mode, outcome, undisturbed):
     """Rank 0 says once which parameter differs, and on which ranks; training goes on."""
     every_sample_once(mode, outcome)
-    (line,) = outcome.said("different weights")[0]
-    assert re.search(rf"2\.(weight|bias) .* rank 0 and .*rank {fault.rank}", line)
+    (line,) = outcome.said(f"rank {fault.rank}")[0]
+    assert re.search(r"2\.(weight|bias)", line)
 
 
-GONE = r"onnection|does not answer|merge at the end of a mega-batch failed|nothing is heard"
+LOST = ("RuntimeError", "DistBackendError", "DistNetworkError", "ElasticWorkerError")
+"""Kinds of errors of a lost connection."""
 
 
 def all_end(fault, mode, outcome, undisturbed):
@@ -163,9 +162,8 @@ def all_end(fault, mode, outcome, undisturbed):
     assert re.fullmatch(fault.error[0], kind)
     assert re.search(fault.error[1], text), text
     for other, said in outcome.errors.values():
-        assert other != "Died"
-        assert re.search(GONE, said), said
-        assert not fault.cause or re.search(rf"rank {fault.rank} failed first: .*{fault.cause}", said), said
+        assert other in LOST, said
+        assert not fault.cause or re.search(rf"rank {fault.rank} .*{fault.cause}", said), said
     if mode.in_step:  # no update that only some of the others have taken
         others = [weights[-1] for rank, weights in outcome.left.items() if rank != fault.rank]
         assert len(others) == mode.ranks - 1
@@ -181,7 +179,9 @@ def done_in_pieces(fault, mode, outcome, undisturbed):
     taken = [sorted({(epoch, step, i) for epoch, step, own in r["seen"] for i in own}) for r in outcome.results]
     for epoch in range(mode.epochs):  # a set: the first attempt, and the pieces
         assert sorted(i for own in taken for e, _, i in own if e == epoch) == list(range(mode.samples))
-    assert [len(lines) for lines in outcome.said("out of memory")] == [int(r == fault.rank) for r in range(mode.ranks)]
+    assert [len(lines) for lines in outcome.said(f"rank {fault.rank} ")] == [
+        int(r == fault.rank) for r in range(mode.ranks)
+    ]
     for rank, result in enumerate(outcome.results):
         np.testing.assert_array_equal(result["weights"], outcome.results[0]["weights"])
         if mode.repeats:
@@ -222,7 +222,7 @@ class Fault:
     cause: ClassVar[str] = ""
     """What the errors of all other ranks say of it."""
     anew: ClassVar[bool] = False
-    """Whether its ranks are new processes: it ends one of them alone, or changes a class of torch's in C++."""
+    """Whether its ranks are new processes: its methods of a process group have to be below those that we wrap."""
     invariant: ClassVar[Callable[..., None]] = nothing_changed
 
     def prepare(self, injector):
@@ -243,7 +243,7 @@ class Fault:
 class Kill(Fault):
     """The kernel takes its memory, or a node is lost."""
 
-    error, invariant, anew = ("Died", "signal 9"), all_end, True
+    error, invariant = ("Died", "signal 9"), all_end
 
     def strike(self, injector, loss):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -273,7 +273,7 @@ class KillInAgreement(Kill):
 class Raise(Fault):
     """The user's code fails."""
 
-    error, cause, invariant, anew = ("ZeroDivisionError", BUG), f"ZeroDivisionError: {BUG}", all_end, True
+    error, cause, invariant = ("ZeroDivisionError", BUG), f"ZeroDivisionError: {BUG}", all_end
 
     def strike(self, injector, loss):
         raise ZeroDivisionError(BUG)
@@ -292,7 +292,6 @@ class OutOfMemory(Fault):
     """A batch does not fit in the device's memory."""
 
     error, cause, invariant = ("OutOfMemoryError", "out of memory"), "OutOfMemoryError", done_in_pieces
-    anew = True
 
     def strike(self, injector, loss):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -389,6 +388,7 @@ class LinkDelay(Fault):
     every: int = 1
     batches: ClassVar[int] = 0
     times: ClassVar[int | None] = None
+
     anew: ClassVar[bool] = True
 
     def prepare(self, injector):
@@ -419,7 +419,7 @@ class LinkDown(LinkDelay):
 class LinkCut(Fault):
     """All connections of a rank to the others are closed for good, as by a firewall; the job's store stays in reach."""
 
-    error, invariant, anew = ("RuntimeError|ElasticWorkerError", "onnection|merge"), all_end, True
+    error, invariant = ("RuntimeError|ElasticWorkerError", "onnection|merge"), all_end
 
     def strike(self, injector, loss):
         store = int(os.environ["MASTER_PORT"])
@@ -614,7 +614,7 @@ def train(fault, mode, folder, **kwargs):
     try:
         given = (fault, mode, str(folder), kwargs)
         start = "fork" if fault is not None and fault.anew else "pool"
-        results, errors = run_ranks(_train, ranks, *given, timeout=WALL, start=start), {}
+        results, errors = run_ranks(_train, ranks, *given, timeout=WALL, start=start, grace=0.0), {}
     except RankError as error:
         results, errors = None, {rank: (kind, text) for rank, kind, text in error.errors}
     counted = folder / "injected"

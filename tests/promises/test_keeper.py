@@ -100,7 +100,6 @@ def test_a_lost_worker_is_started_again_so_often_and_the_others_know_which_life_
     assert len(job.lives.started) == lives
     expected = sum(([(1, life, RUNS), (1, life, GONE)] for life in range(lives)), [])
     assert job.board.told[1:] == [*expected[:-1], (1, lives - 1, OVER)]
-    assert len([text for text in caplog.messages if "its keeper starts it again" in text]) == lives - 1
     assert [text for text in caplog.messages if "hetero_ddp" in text] == caplog.messages[1:2] * (lives > 1)
 
 
@@ -125,7 +124,7 @@ def test_a_keeper_that_has_given_up_waits_whether_the_others_finish(kept, caplog
     assert job.run() == (0 if finish else 3)
     assert 1500.0 <= job.clock.now < 1510.0
     assert job.board.state_of(1) == (0, OVER)
-    assert ("go on without it" in caplog.messages[0]) == go_on
+    assert ("go on" in caplog.messages[0]) == go_on
 
 
 @pytest.mark.parametrize(("finished", "code"), [([0], 0), ([0, 1], 3)])

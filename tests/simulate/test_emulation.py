@@ -88,7 +88,7 @@ def test_jitter_and_slowdowns_are_those_of_the_profile():
 def test_memory_is_a_bound_for_one_batch():
     device, _ = emulated(replace(PROFILE, memory=8, name="small"))
     with device.attach(net := model()):
-        with pytest.raises(torch.OutOfMemoryError, match="small holds 8 samples and got 9"):
+        with pytest.raises(torch.OutOfMemoryError, match=r"small.* 8 .* 9"):
             net(torch.zeros(9, 4))
         passes(net)
     assert device.passes == 1

@@ -39,7 +39,6 @@ class RunWatch:
         world_size: number of ranks.
         device: device of this rank.
         records: whether runs are recorded and summarised; metrics do not depend on it.
-        budget: time that predictions and records may take, by default one of its own.
 
     Attributes:
         detector: stragglers, the same on all ranks.
@@ -56,11 +55,10 @@ class RunWatch:
         device: torch.device,
         *,
         records: bool = True,
-        budget: TimeBudget | None = None,
     ) -> None:
         self.speaks = rank == 0 and world_size > 1
         self.detector, self.memory = StragglerDetector(world_size), MemoryUse(device)
-        self._budget = TimeBudget() if budget is None else budget
+        self._budget = TimeBudget()
         self.recorder = Recorder(world_size, self._budget) if records and self.speaks else None
         self.predictions = Predictions()
         self.devices: Sequence[str] = ()
