@@ -135,7 +135,7 @@ def step_is_skipped(fault, mode, outcome, undisturbed):
         assert np.isfinite(result["weights"]).all()
         np.testing.assert_array_equal(result["weights"], outcome.results[0]["weights"])
     if not mode.in_step:
-        assert [len(lines) for lines in outcome.said(f"rank [{fault.rank}]")].count(1) == 1
+        assert any(outcome.said(f"rank [{fault.rank}]"))
         return
     assert [len(lines) for lines in outcome.said(f" step {fault.at} ")] == [1] * mode.ranks
     assert [len(lines) for lines in outcome.said(" nan ")] == [int(rank == fault.rank) for rank in range(mode.ranks)]
@@ -179,7 +179,7 @@ def done_in_pieces(fault, mode, outcome, undisturbed):
     taken = [sorted({(epoch, step, i) for epoch, step, own in r["seen"] for i in own}) for r in outcome.results]
     for epoch in range(mode.epochs):  # a set: the first attempt, and the pieces
         assert sorted(i for own in taken for e, _, i in own if e == epoch) == list(range(mode.samples))
-    assert [len(lines) for lines in outcome.said(f"rank {fault.rank} ")] == [
+    assert [len(lines) for lines in outcome.said(f"batch {fault.at} of epoch 0")] == [
         int(r == fault.rank) for r in range(mode.ranks)
     ]
     for rank, result in enumerate(outcome.results):

@@ -42,11 +42,14 @@ TORCHRUN, SAMPLES = Path(sys.executable).with_name("torchrun"), 96
 
 
 class Saves(Regressor):
-    """Writes its samples down, and ends with SIGKILL at the point that the file ``kill`` has for each attempt."""
+    """Writes its samples down, and ends with SIGKILL at the point that the file ``kill`` has for each attempt.
+
+    While there is a file ``wait``, an attempt waits in its seventh step until it is told to end.
+    """
 
     def __init__(self, folder):
         super().__init__()
-        self.folder, self.victim = folder, None
+        self.folder, self.victim, self.steps, self.told = folder, None, 0, []
         self.net[0].weight.register_hook(lambda gradient: self.die("backward"))
 
     def on_train_start(self):
@@ -66,7 +69,9 @@ class Saves(Regressor):
     def training_step(self, batch, batch_idx):
         indices = batch[2][: self.trainer.strategy.engine.own_size].tolist()
         self.file.write(json.dumps([self.trainer.global_step, self.trainer.current_epoch, indices]) + "\n")
-        time.sleep(0.1 if (self.folder / "slow").exists() else 0.0)  # until all machines have come
+        self.steps += 1
+        while self.steps > 6 and (self.folder / "wait").exists() and not self.told:
+            time.sleep(0.01)
         return super().training_step(batch, batch_idx)
 
     def optimizer_step(self, *args, **kwargs):
@@ -83,6 +88,8 @@ def _saves(folder, epochs=2):
     torch.set_num_threads(1)
     (folder / f"pid-{os.getpid()}").touch()
     model = Saves(folder)
+    if (folder / "wait").exists():  # beside what Lightning does
+        signal.signal(signal.SIGTERM, lambda *_: model.told.append(True) if model.steps else os._exit(1))
 
     def dies(owner, name, point):
         method = getattr(owner, name)
@@ -141,7 +148,7 @@ def agent(tmp_path):
         (tmp_path / "kill").write_text(kills)
         # with the agent's own store, workers that start again may meet addresses of those that were killed
         anew = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        return run_ranks(_agent, 1, tmp_path, restarts, timeout=60, env=anew, expect_errors=True)
+        return run_ranks(_agent, 1, tmp_path, restarts, timeout=60, env=anew, expect_errors=True, start="fork")
 
     yield _agent_of
     left = []
@@ -177,7 +184,7 @@ def test_more_kills_than_restarts_are_an_error(agent, tmp_path):
 @pytest.mark.timeout(600)
 def test_a_machine_leaves_and_another_comes(tmp_path):
     """Two machines, one is switched off, the other goes on alone, a third joins."""
-    (tmp_path / "slow").touch()
+    (tmp_path / "wait").touch()
     port = free_port()
     rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=elastic")
     patience = "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=100"
@@ -215,7 +222,7 @@ def test_a_machine_leaves_and_another_comes(tmp_path):
         until(lambda: trains(1, before))
         before = comes()
         until(lambda: trains(2, before))
-        (tmp_path / "slow").unlink()
+        (tmp_path / "wait").unlink()
         until(lambda: machines[0].poll() is not None and machines[2].poll() is not None)
     finally:
         for machine in machines:
@@ -235,12 +242,14 @@ folder = Path(sys.argv[1])
 
 class Dies(Regressor):
     def training_step(self, batch, batch_idx):
-        time.sleep(0.02)  # the newcomer comes before the end
+        left = self.trainer.estimated_stepping_batches - self.trainer.global_step
+        while left <= 3 and self.trainer.world_size < 3 and not self.trainer.strategy._roster.next_is_open:
+            time.sleep(0.01)  # the newcomer comes before the end
         if batch_idx == 6 and os.environ["LIGHTNING_HETERO_SLOT"] == "1" and os.environ["LIGHTNING_HETERO_LIFE"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         return super().training_step(batch, batch_idx)
 
-done = fit(int(os.environ["RANK"]), "hetero_ddp", 3, 4, model=Dies(), dataset=Points(192), max_epochs=20)
+done = fit(int(os.environ["RANK"]), "hetero_ddp", 3, 4, model=Dies(), dataset=Points(192), max_epochs=2)
 torch.save(done["weights"], folder / f"done-{os.environ['LIGHTNING_HETERO_SLOT']}")
 """
 
@@ -314,7 +323,8 @@ def test_a_process_that_is_stopped_for_ever_is_named_and_ends_the_job_in_every_f
     assert "signal 9" in found[still]
     assert "code 1" in found[1 - still]
     said = (tmp_path / f"{1 - still}.log").read_text().splitlines()
-    assert [re.findall(r"rank \d", line)[:2] for line in said] == [[f"rank {1 - still}", f"rank {still}"]] * 2
+    named = [re.findall(r"rank \d", line)[:2] for line in said]
+    assert named.count([f"rank {1 - still}", f"rank {still}"]) >= 2, "that it waits, and that it ends"
 
 
 # trainings that are told to end
