@@ -232,7 +232,7 @@ def expected_time(profiles: Sequence[DeviceProfile], sizes: Sequence[int], draws
     """Mean seconds of a step with the devices' jitter, by as many draws."""
     slowest = np.zeros(draws)
     for i, (profile, b) in enumerate(zip(profiles, sizes, strict=True)):
-        factors, model = profile.times(seed=10_000 + i), profile.model
+        factors, model = profile.factors(seed=10_000 + i), profile.model
         times = (next(factors) for _ in range(draws))
         seconds = np.array([f * model.forward_time(b) + g * model.backward_time(b) for f, g in times])
         slowest = np.maximum(slowest, seconds)

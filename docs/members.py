@@ -46,7 +46,7 @@ MEMBERS = {
     ),
     "lightning_hetero.core.MergeRule": "weights, update",
     "lightning_hetero.data.SparseShape": "scaled",
-    "lightning_hetero.simulate.DeviceProfile": "model, seconds, slowdown_at, times",
+    "lightning_hetero.simulate.DeviceProfile": "factors, model, seconds, slowdown_at, times",
     "lightning_hetero.simulate.EmulatedDevice": (
         "attach, detach, attach_parameters, begin_forward, end_forward, begin_backward, advance_backward, end_backward"
     ),

@@ -31,7 +31,7 @@ class Device:
     """A device's clock: each batch takes the time of its profile, with jitter."""
 
     def __init__(self, profile, seed):
-        self.model, self.factors = profile.model, profile.times(seed)
+        self.model, self.factors = profile.model, profile.factors(seed)
 
     def seconds(self, size):
         forward, backward = next(self.factors)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
     from lightning_hetero.simulate.devices.catalog import published_clusters as published_clusters
     from lightning_hetero.simulate.devices.catalog import published_devices as published_devices
     from lightning_hetero.simulate.devices.catalog import workloads as workloads
+    from lightning_hetero.simulate.devices.device_profile import Device as Device
     from lightning_hetero.simulate.devices.device_profile import DeviceProfile as DeviceProfile
     from lightning_hetero.simulate.devices.emulated_device import EmulatedDevice as EmulatedDevice
     from lightning_hetero.simulate.devices.lightning_callback import EmulatedDeviceCallback as EmulatedDeviceCallback
@@ -44,6 +45,7 @@ if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
 _EXPORTS = {
     "Cluster": "lightning_hetero.simulate.planning.cluster",
     "ClusterSimulator": "lightning_hetero.simulate.cluster.simulator",
+    "Device": "lightning_hetero.simulate.devices.device_profile",
     "DeviceProfile": "lightning_hetero.simulate.devices.device_profile",
     "ElasticSimulator": "lightning_hetero.simulate.cluster.elastic",
     "EmulatedDevice": "lightning_hetero.simulate.devices.emulated_device",

@@ -55,6 +55,89 @@ def test_bounds_of_sizes_hold_for_the_split_and_the_optimum():
         assert simulator.run(60).sizes[-1].tolist() == simulator.optimum()[1].tolist() == sizes
 
 
+# any device, noise and speed
+
+
+class Known:
+    """A device that has a profile's times and says nothing else of itself."""
+
+    def __init__(self, profile):
+        self.times = profile.times
+
+
+class Tiles:
+    """A device that computes whole tiles, as kernels do."""
+
+    def __init__(self, tile, seconds, memory=None):
+        self.tile, self.seconds, self.memory = tile, seconds, memory
+
+    def times(self, batch_size):
+        tiles = -(-batch_size // self.tile)
+        return self.seconds * tiles, 2 * self.seconds * tiles
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"compression": BlockTopK(density=0.1, warmup_steps=8)}], ids=["dense", "messages"]
+)
+def test_any_object_with_times_is_a_device_as_its_profile_is(more):
+    devices, given = cluster((1.0, 0.64, 0.27)), {"link": LINK, "seed": 1, "names": ["a", "b", "c"], **more}
+    events = [] if more else [Leave(30, "b"), Join(60, devices[1], "b")]
+    by_profile = ClusterSimulator(devices, 300, events=events, **given).run(90)
+    others = [] if more else [Leave(30, "b"), Join(60, Known(devices[1]), "b")]
+    simulator = ClusterSimulator([Known(device) for device in devices], 300, events=others, **given)
+    found = simulator.run(90)
+    for name in ("seconds", "exact", "optimum", "clock", "sizes"):
+        np.testing.assert_allclose(getattr(found, name), getattr(by_profile, name), rtol=1e-12)
+    with pytest.raises(TypeError, match="DeviceProfile"):
+        simulator.coefficients()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_optimum_of_any_devices_is_the_best_of_all_splits(seed):
+    rng = np.random.default_rng(seed)
+    slow = rng.uniform(0.5, 2.0, 3)
+    for _ in range(10):
+        devices = [Tiles(int(rng.integers(1, 5)), rng.uniform(0.1, 1.0), int(rng.integers(4, 12))) for _ in range(3)]
+        total = int(rng.integers(3, sum(device.memory for device in devices)))
+        simulator = ClusterSimulator(devices, total, link=LinkProfile(1.0, 1.0, buckets=2), slowdown=lambda step: slow)
+        splits = [(a, b, total - a - b) for a in range(1, total) for b in range(1, total - a)]
+        times = [
+            simulator.time(BatchPlan(total, split))
+            for split in splits
+            if all(size <= device.memory for size, device in zip(split, devices, strict=True))
+        ]
+        seconds, sizes = simulator.optimum()
+        assert seconds == pytest.approx(min(times), rel=1e-12)
+        assert simulator.time(BatchPlan(total, tuple(sizes.tolist()))) == pytest.approx(seconds, rel=1e-12)
+
+
+def test_noise_and_slowdown_are_those_of_each_step_and_the_optimum_knows_the_slowdown_only():
+    asked = []
+
+    def noise(rng, step, workers):
+        asked.append((step, workers))
+        return np.array([[1.0, 1.0], [2.0, 3.0]]) if step % 2 else np.ones(workers)
+
+    def slowdown(step):
+        return [1.0, 1.0 if step < 10 else 4.0]
+
+    devices = [Tiles(1, 0.1), DeviceProfile(0.1, 0.0, 0.2, 0.0)]
+    given = {"policy": "even", "replan": "epoch", "noise": noise, "slowdown": slowdown}
+    found = ClusterSimulator(devices, 8, **given).run(20)
+    assert asked == [(step, 2) for step in range(20)]
+    expected = [0.4 * slow * (2 + 2 * 3 if step % 2 else 3) for step, slow in enumerate([1.0] * 10 + [4.0] * 10)]
+    np.testing.assert_allclose(found.seconds, expected)
+    np.testing.assert_allclose(found.exact, [1.2] * 10 + [4.8] * 10)
+    np.testing.assert_allclose(found.optimum, [1.2] * 10 + [2.1] * 10)
+
+
+@pytest.mark.parametrize("given", [np.ones(3), [1.0, 0.0], math.nan])
+def test_factors_that_fit_no_worker_or_are_none_are_refused_by_name(given):
+    for name, function in (("noise", lambda rng, step, workers: given), ("slowdown", lambda step: given)):
+        with pytest.raises(ValueError, match=name):
+            ClusterSimulator(CONSTANT[:2], 8, **{name: function}).run(1)
+
+
 # sync rounds
 
 

@@ -72,7 +72,7 @@ def profile(**given):
 
 
 def factors(count, seed=0, **given):
-    return np.array(list(islice(profile(**given).times(seed), count)))
+    return np.array(list(islice(profile(**given).factors(seed), count)))
 
 
 @pytest.mark.parametrize("deviation", [0.03, 0.5])

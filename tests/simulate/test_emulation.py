@@ -80,7 +80,7 @@ def test_jitter_and_slowdowns_are_those_of_the_profile():
     with device.attach(net := model()):
         for _ in range(4):
             passes(net)
-    factors = profile.times(5)
+    factors = profile.factors(5)
     expected = [seconds for _ in range(4) for a, p in [next(factors)] for seconds in (FORWARD * a, BACKWARD * p)]
     assert [one.device for one in device.times] == pytest.approx(expected)
 
@@ -149,7 +149,7 @@ def _train(rank, strategy, profiles):
 def test_every_step_takes_the_time_of_the_ranks_own_device_with_a_seed_of_its_own(strategy):
     for rank, times in enumerate(run_ranks(_train, 2, strategy, [FAST, SLOW])):
         profile = (FAST, SLOW)[rank]
-        factors = profile.times(3 + rank)
+        factors = profile.factors(3 + rank)
         assert [kind for kind, *_ in times] == ["forward", "backward"] * (len(times) // 2)
         assert len(times) == 6 or strategy == "hetero_elastic"
         for (_, size, forward, _), (_, _, backward, _) in zip(times[::2], times[1::2], strict=True):

@@ -63,7 +63,7 @@ def test_steps_are_those_of_their_events_and_timers_see_them(more, seed):
         simulator.adopt(BatchPlan(sum(sizes), tuple(sizes)))
         result = simulator.run(steps)
         (rows, _), shares, seconds = planner.seen[0], link.ready_shares, link.seconds(workers)
-        times = [list(itertools.islice(device.times(seed + i), steps)) for i, device in enumerate(devices)]
+        times = [list(itertools.islice(device.factors(seed + i), steps)) for i, device in enumerate(devices)]
         parts = [passes(device, size) for device, size in zip(devices, sizes, strict=True)]
         first = steps - rows.num_steps
         assert rows.num_steps >= 20
@@ -164,7 +164,7 @@ def test_messages_take_the_place_of_sums_at_the_density_and_staleness_that_are_d
     result = simulator.run(steps)
     size = message_size(1_000_000 // BlockTopK().block, BlockTopK().block, BlockTopK().value_dtype, 3)
     num_bytes = [size.bytes(0.3 if t < 6 else 0.02) for t in range(steps)]
-    times = [list(itertools.islice(device.times(1 + i), steps)) for i, device in enumerate(devices)]
+    times = [list(itertools.islice(device.factors(1 + i), steps)) for i, device in enumerate(devices)]
     compute = [
         [x * own[t][0] + y * own[t][1] for own, (x, y) in zip(times, (passes(d, 20) for d in devices), strict=True)]
         for t in range(steps)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.validation import check_int, check_number
-from lightning_hetero.simulate.devices.device_profile import DeviceProfile
+from lightning_hetero.simulate.devices.device_profile import Device
 
 __all__ = ["Join", "Leave", "WorkerChange", "checked_changes"]
 
@@ -17,17 +17,18 @@ class Join:
 
     Args:
         step: from which step on, ``>= 0``.
-        device: its profile, whose slowdowns count from its own first pass.
+        device: its profile, whose slowdowns count from its own first pass, or any other device.
         name: its hardware identity; by default the profile's name and the step.
         capacity: its peak FLOP/s, where a simulation is given those of its workers.
 
     Example:
+        >>> from lightning_hetero.simulate import DeviceProfile
         >>> Join(100, DeviceProfile(0.001, 0, 0.002, 0, name="A100")).identity
         'A100 of step 100'
     """
 
     step: int
-    device: DeviceProfile
+    device: Device
     name: str | None = None
     capacity: float | None = None
 
@@ -35,13 +36,13 @@ class Join:
         check_int("step", self.step, minimum=0)
         if self.capacity is not None:
             check_number("capacity", self.capacity, low=0.0, include_low=False)
-        if not isinstance(self.device, DeviceProfile):
-            raise TypeError(f"device={self.device!r} of a Join must be a DeviceProfile.")
+        if not callable(getattr(self.device, "times", None)):
+            raise TypeError(f"device={self.device!r} of a Join must be a DeviceProfile, or have times(batch_size).")
 
     @property
     def identity(self) -> str:
         """Hardware identity of the device."""
-        return self.name or f"{self.device.name or 'device'} of step {self.step}"
+        return self.name or f"{getattr(self.device, 'name', '') or 'device'} of step {self.step}"
 
 
 @checked_keywords

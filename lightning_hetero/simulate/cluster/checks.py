@@ -11,7 +11,7 @@ from lightning_hetero.core.policies.goodput import GoodputPlanner
 from lightning_hetero.core.validation import check_choice, check_number
 from lightning_hetero.simulate.cluster.truth.messages import MessageExchange
 from lightning_hetero.simulate.cluster.truth.state import ClusterState
-from lightning_hetero.simulate.devices.device_profile import DeviceProfile
+from lightning_hetero.simulate.devices.device_profile import Device
 
 __all__ = ["checked_capacities", "checked_devices", "checked_names", "checked_policy", "exchange_of"]
 
@@ -26,24 +26,27 @@ def exchange_of(compression: Any, staleness: int, cluster: ClusterState) -> Mess
     return MessageExchange(compression, cluster.link, cluster.size, may_be_stale=stale)
 
 
-def checked_devices(devices: Any) -> tuple[DeviceProfile, ...]:
+def checked_devices(devices: Any) -> tuple[Device, ...]:
     """Return the profiles of at least one device."""
     found = tuple(devices) if isinstance(devices, Sequence) and not isinstance(devices, str) else ()
-    if not found or not all(isinstance(device, DeviceProfile) for device in found):
-        raise TypeError(f"devices={devices!r} must be a list of one DeviceProfile per worker, such as [fast, slow].")
+    if not found or not all(callable(getattr(device, "times", None)) for device in found):
+        raise TypeError(
+            f"devices={devices!r} must be a list of one DeviceProfile per worker, such as [fast, slow], or of objects "
+            "whose times(batch_size) gives the seconds outside of the backward pass and in it."
+        )
     return found
 
 
-def checked_names(devices: Sequence[DeviceProfile], names: Sequence[str] | None) -> tuple[str, ...]:
+def checked_names(devices: Sequence[Device], names: Sequence[str] | None) -> tuple[str, ...]:
     """Return one name for each device, all of them different."""
     if names is None:
-        return tuple(f"{device.name or 'device'} {i}" for i, device in enumerate(devices))
+        return tuple(f"{getattr(device, 'name', '') or 'device'} {i}" for i, device in enumerate(devices))
     if len(set(names)) != len(devices) or len(names) != len(devices):
         raise ValueError(f"names={list(names)!r} must be {len(devices)} different strings, one for each device.")
     return tuple(names)
 
 
-def checked_capacities(devices: Sequence[DeviceProfile], capacities: Sequence[float]) -> tuple[float, ...]:
+def checked_capacities(devices: Sequence[Device], capacities: Sequence[float]) -> tuple[float, ...]:
     """Return one capacity for each device, or none at all."""
     if len(capacities) not in (0, len(devices)):
         raise ValueError(f"capacities has {len(capacities)} entries for {len(devices)} devices; give one for each.")

@@ -103,7 +103,7 @@ class ElasticSimulator:
         self._norm = check_number("norm", norm, low=0.0)
         self._layout = EpochLayout.of(self._config, samples, batch_size, len(devices))
         check_int("seed", seed, minimum=0)
-        self._factors: list[Iterator[tuple[float, float]]] = [d.times(seed + i) for i, d in enumerate(devices)]
+        self._factors: list[Iterator[tuple[float, float]]] = [d.factors(seed + i) for i, d in enumerate(devices)]
         self.batch_sizes, self.clock = self._layout.bounded(()), 0.0
         self._position = (0, 0)
         self._merges: list[MergeRecord] = []

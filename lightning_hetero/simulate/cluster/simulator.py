@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +24,10 @@ from lightning_hetero.simulate.cluster.control.noise_trajectory import NoiseTraj
 from lightning_hetero.simulate.cluster.control.rounds import VirtualRounds
 from lightning_hetero.simulate.cluster.link_profile import LinkProfile
 from lightning_hetero.simulate.cluster.result import Recorder, SimulationResult
-from lightning_hetero.simulate.cluster.truth.factors import FactorStream, ProfileFactors
+from lightning_hetero.simulate.cluster.truth.factors import DisturbedFactors, FactorStream, ProfileFactors
 from lightning_hetero.simulate.cluster.truth.state import ClusterState
 from lightning_hetero.simulate.cluster.truth.steps import StepRunner
-from lightning_hetero.simulate.devices.device_profile import DeviceProfile
+from lightning_hetero.simulate.devices.device_profile import Device
 
 __all__ = ["ClusterSimulator"]
 
@@ -42,6 +43,8 @@ class ClusterSimulator:
 
     Args:
         devices: profile of each worker; two to ten thousand of them take milliseconds to a tenth of a second per step.
+            Any object with ``times(batch_size) -> (seconds outside of the backward pass, seconds in it)`` is one, and
+            may have ``memory`` and ``name``.
         total_batch_size: ``B`` to begin with, ``>= 1``.
         link: link of the workers; by default gradients take no time.
         policy: name in :data:`~lightning_hetero.core.policies.POLICIES` that needs no settings, or a planner;
@@ -65,6 +68,9 @@ class ClusterSimulator:
             (:mod:`lightning_hetero.simulate.cluster.changes`); slowdowns are in the profiles.
         restart_seconds: seconds of such a restart.
         ahead: steps whose batches are drawn already when a plan is decided on, which run under the old one.
+        noise: ``noise(rng, step, workers)`` returns factors on the times of a step, one for each worker, or two for
+            what is outside of its backward pass and in it; beside the profiles' jitter.
+        slowdown: ``slowdown(step)`` returns how many times as long each worker takes; beside the profiles' own.
         factors: source of the factors on all times, in place of the profiles' jitter and slowdowns.
 
     Raises:
@@ -72,6 +78,7 @@ class ClusterSimulator:
         ValueError: if an argument is out of range, or no split fits the workers.
 
     Example:
+        >>> from lightning_hetero.simulate import DeviceProfile
         >>> fast = DeviceProfile(q=0.001, s=0.01, k=0.002, m=0.01)
         >>> slow = DeviceProfile(q=0.004, s=0.01, k=0.008, m=0.01)
         >>> simulator = ClusterSimulator([fast, slow], 100, link=LinkProfile(gradient_bytes=1e6, rate=1e9))
@@ -84,7 +91,7 @@ class ClusterSimulator:
 
     def __init__(
         self,
-        devices: Sequence[DeviceProfile],
+        devices: Sequence[Device],
         total_batch_size: int,
         *,
         link: LinkProfile | None = None,
@@ -103,6 +110,8 @@ class ClusterSimulator:
         events: Sequence[WorkerChange] = (),
         restart_seconds: float = 0.0,
         ahead: int = 0,
+        noise: Callable[[np.random.Generator, int, int], Any] | None = None,
+        slowdown: Callable[[int], Any] | None = None,
         factors: FactorStream | None = None,
     ) -> None:
         devices, link = checked_devices(devices), LinkProfile() if link is None else link
@@ -115,6 +124,8 @@ class ClusterSimulator:
         cluster = ClusterState(devices, names, link, min_local, checked_capacities(devices, capacities))
         if factors is None:
             factors = ProfileFactors(devices, [seed + i for i in range(len(devices))], link.jitter, seed)
+        if noise is not None or slowdown is not None:
+            factors = DisturbedFactors(factors, len(devices), noise, slowdown, seed)
         self._record, self._seed = Recorder(), seed
         self._events = checked_changes(names, events, bool(capacities))
         self._restart = check_number("restart_seconds", restart_seconds, low=0.0)
@@ -239,7 +250,7 @@ class ClusterSimulator:
 
     def change_workers(
         self,
-        devices: Sequence[DeviceProfile],
+        devices: Sequence[Device],
         names: Sequence[str],
         *,
         restart_seconds: float = 0.0,

@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +13,20 @@ from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.timing.step_time import NodeTimeModel
 from lightning_hetero.core.validation import check_int, check_number
 
-__all__ = ["DeviceProfile"]
+__all__ = ["Device", "DeviceProfile"]
 
 Array = npt.NDArray[np.float64]
+
+
+class Device(Protocol):
+    """Any device, by the time that it takes for a batch: with tiles, steps, limits of its memory bandwidth.
+
+    A simulation takes it for one with more samples of which no part takes less. It may have ``memory``, the most
+    samples of a batch, and a ``name``.
+    """
+
+    def times(self, batch_size: int) -> tuple[float, float]:
+        """Return the seconds outside of the backward pass, and in it."""
 
 
 @checked_keywords
@@ -81,6 +93,15 @@ class DeviceProfile:
         """Time model of the undisturbed device, as a planner would learn it."""
         return NodeTimeModel(self.q, self.s, self.k, self.m)
 
+    def times(self, batch_size: int) -> tuple[float, float]:
+        """Return ``a`` and ``P`` of the undisturbed device.
+
+        Example:
+            >>> DeviceProfile(q=0.5, s=1.0, k=1.0, m=2.0).times(4)
+            (3.0, 6.0)
+        """
+        return self.q * batch_size + self.s, self.k * batch_size + self.m
+
     def seconds(self, batch_size: float) -> float:
         """Return ``a + P`` of the undisturbed device.
 
@@ -102,14 +123,14 @@ class DeviceProfile:
         trace = {0: 1.0, **dict(self.slowdown)}
         return list(trace), list(trace.values())
 
-    def times(self, seed: int = 0) -> Iterator[tuple[float, float]]:
+    def factors(self, seed: int = 0) -> Iterator[tuple[float, float]]:
         """Return an endless iterator of the factors on ``a`` and on ``P`` in each pass.
 
         Args:
             seed: of the random numbers, ``>= 0``; a different one for each device.
 
         Example:
-            >>> factors = DeviceProfile(0.001, 0, 0.001, 0, slowdown={1: 2.0}).times()
+            >>> factors = DeviceProfile(0.001, 0, 0.001, 0, slowdown={1: 2.0}).factors()
             >>> next(factors), next(factors)
             ((1.0, 1.0), (2.0, 2.0))
         """

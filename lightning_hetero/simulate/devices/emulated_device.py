@@ -122,7 +122,7 @@ class EmulatedDevice:
             raise TypeError(f"profile={profile!r} must be a DeviceProfile, such as DeviceProfile(1e-3, 0, 2e-3, 0).")
         self.profile, self.seed, self.host, self.passes = profile, seed, host, 0
         self.times: deque[PassTimes] = deque(maxlen=check_int("keep", keep, minimum=1))
-        self._factors = profile.times(seed)
+        self._factors = profile.factors(seed)
         self._forward: _Pass | None = None
         self._coming: _Pass | None = None
         self._backward: _Pass | None = None

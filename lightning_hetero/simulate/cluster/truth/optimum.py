@@ -1,14 +1,55 @@
 """Exact optimum of a split by bisection over the step time, independent of the solver that planners use."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CostLines", "best_split"]
+__all__ = ["CostCurves", "CostLines", "Costs", "best_split"]
 
 Array = npt.NDArray[np.float64]
+
+
+class Costs(Protocol):
+    """Step time that each worker asks for by itself, which does not fall with its samples."""
+
+    def seconds(self, sizes: Sequence[int] | Array) -> Array:
+        """Return the seconds that each worker asks for at its size."""
+
+    def capacity(self, seconds: float, low: Array, high: Array) -> Array:
+        """Return the most samples with which each worker keeps within some seconds, between its bounds."""
+
+
+@dataclass(frozen=True)
+class CostCurves:
+    """Step time that workers ask for whose times are any function of their samples.
+
+    Args:
+        times: returns ``a`` and ``P`` of all workers at their sizes, each of shape ``(workers,)``.
+        shares: share of the backward pass after which each bucket is ready.
+        buckets: seconds of each bucket's all-reduce.
+    """
+
+    times: Callable[[Array], Array]
+    shares: Array
+    buckets: Array
+
+    def seconds(self, sizes: Sequence[int] | Array) -> Array:
+        """Return the seconds that each worker asks for at its size."""
+        a, p = self.times(np.asarray(sizes, dtype=float))
+        after = np.cumsum(self.buckets[::-1])[::-1]
+        return np.asarray((a + p * self.shares[:, None] + after[:, None]).max(axis=0))
+
+    def capacity(self, seconds: float, low: Array, high: Array) -> Array:
+        """Return the most samples with which each worker keeps within some seconds, between its bounds."""
+        within, beyond = low, high + 1.0
+        while (beyond - within > 1.0).any():
+            middle = np.floor(0.5 * (within + beyond))
+            fits = self.seconds(middle) <= seconds * (1.0 + 1e-12)
+            within, beyond = np.where(fits, middle, within), np.where(fits, beyond, middle)
+        return np.asarray(within)
 
 
 @dataclass(frozen=True)
@@ -51,7 +92,7 @@ class CostLines:
         return np.asarray(np.clip(most.min(axis=0), low, high))
 
 
-def best_split(lines: CostLines, total: int, low: Array, high: Array) -> tuple[float, npt.NDArray[np.int64]]:
+def best_split(lines: Costs, total: int, low: Array, high: Array) -> tuple[float, npt.NDArray[np.int64]]:
     """Return the least seconds of a step over all integer splits, and a split that takes them.
 
     Args:
@@ -88,7 +129,7 @@ def best_split(lines: CostLines, total: int, low: Array, high: Array) -> tuple[f
     return float(lines.seconds(sizes).max()), sizes.astype(np.int64)
 
 
-def _trimmed(lines: CostLines, sizes: Array, total: int, low: Array) -> Array:
+def _trimmed(lines: Costs, sizes: Array, total: int, low: Array) -> Array:
     """Return the sizes without what is too much of them, taken one by one from those that finish last."""
     left, sizes = int(sizes.sum()) - total, sizes.copy()
     while left > 0:

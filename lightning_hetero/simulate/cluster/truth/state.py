@@ -1,7 +1,8 @@
 """Cluster at a moment of a simulation: its devices, their link, and what slows them down."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -9,8 +10,8 @@ import numpy.typing as npt
 from lightning_hetero.comm.agreement.workers import Workers
 from lightning_hetero.core.batching.plan import NO_LIMIT
 from lightning_hetero.simulate.cluster.link_profile import LinkProfile
-from lightning_hetero.simulate.cluster.truth.optimum import CostLines
-from lightning_hetero.simulate.devices.device_profile import DeviceProfile
+from lightning_hetero.simulate.cluster.truth.optimum import CostCurves, CostLines, Costs
+from lightning_hetero.simulate.devices.device_profile import Device, DeviceProfile
 
 __all__ = ["ClusterState"]
 
@@ -22,7 +23,7 @@ class ClusterState:
     """Devices and link of a simulated cluster.
 
     Args:
-        devices: profile of each worker.
+        devices: profile of each worker, or what has its times.
         names: hardware identity of each worker.
         link: of all of them.
         min_local: fewest samples of each worker.
@@ -35,20 +36,25 @@ class ClusterState:
         ([0.001, 0.01, 0.002, 0.0], (40,))
     """
 
-    devices: tuple[DeviceProfile, ...]
+    devices: tuple[Device, ...]
     names: tuple[str, ...]
     link: LinkProfile
     min_local: int = 1
     capacities: tuple[float, ...] = ()
     slow: Array | None = None
-    coefficients: Array = field(init=False)
+    coefficients: Array | None = field(init=False)
     workers: Workers = field(init=False)
+    _times: list[Callable[[int], tuple[float, float]]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        rows = [[getattr(device, name) for device in self.devices] for name in ("q", "s", "k", "m")]
-        factor = 1.0 if self.slow is None else self.slow
-        object.__setattr__(self, "coefficients", np.array(rows) * factor)
-        bounds = tuple(NO_LIMIT if device.memory is None else device.memory for device in self.devices)
+        coefficients = None
+        if all(isinstance(device, DeviceProfile) for device in self.devices):
+            rows = [[getattr(device, name) for device in self.devices] for name in ("q", "s", "k", "m")]
+            coefficients = np.array(rows) * (1.0 if self.slow is None else self.slow)
+        object.__setattr__(self, "coefficients", coefficients)
+        object.__setattr__(self, "_times", [lru_cache(maxsize=None)(device.times) for device in self.devices])
+        most_of_each = (getattr(device, "memory", None) for device in self.devices)
+        bounds = tuple(NO_LIMIT if most is None else most for most in most_of_each)
         most = None if min(bounds) == NO_LIMIT else bounds
         object.__setattr__(self, "workers", Workers(self.names, self.capacities, self.min_local, most))
 
@@ -67,9 +73,25 @@ class ClusterState:
         """Most samples of each worker."""
         return np.array(self.workers.max_local or (NO_LIMIT,) * self.size, dtype=float)
 
-    def lines(self, slow: Array, at: float) -> CostLines:
-        """Return the step time that each worker asks for, with factors on their times, at a second of the clock."""
-        return CostLines.of(self.coefficients * slow, self.link.ready_shares, self.link.seconds(self.size, at))
+    def times(self, sizes: Array) -> Array:
+        """Return ``a`` and ``P`` of the workers at their sizes, shape ``(2, workers)``."""
+        if self.coefficients is not None:
+            q, s, k, m = self.coefficients
+            return np.stack([q * sizes + s, k * sizes + m])
+        found = np.array([of(int(size)) for of, size in zip(self._times, sizes, strict=True)], dtype=float).T
+        return found * (1.0 if self.slow is None else self.slow)
+
+    def costs(self, slow: Array, shares: Array, seconds: Array) -> Costs:
+        """Return the step time that each worker asks for, with factors on their times.
+
+        Args:
+            slow: factors.
+            shares: share of the backward pass after which each bucket is ready.
+            seconds: of each bucket's all-reduce.
+        """
+        if self.coefficients is not None:
+            return CostLines.of(self.coefficients * slow, shares, seconds)
+        return CostCurves(lambda sizes: self.times(sizes) * slow, shares, seconds)
 
     def slowed(self, factors: float | Sequence[float] | Array, link: float = 1.0) -> "ClusterState":
         """Return the cluster with each worker, and the link, slower by a factor than its profile says."""

@@ -9,7 +9,7 @@ from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.simulate.cluster.result import Recorder, Stretch
 from lightning_hetero.simulate.cluster.truth.factors import Factors, FactorStream
 from lightning_hetero.simulate.cluster.truth.messages import MessageExchange
-from lightning_hetero.simulate.cluster.truth.optimum import CostLines, best_split
+from lightning_hetero.simulate.cluster.truth.optimum import Costs, best_split
 from lightning_hetero.simulate.cluster.truth.state import ClusterState
 from lightning_hetero.simulate.cluster.truth.step_events import StepTimes, bucket_times
 
@@ -78,6 +78,8 @@ class StepRunner:
 
     def coefficients(self) -> Array:
         """Return the rows ``q``, ``s``, ``k`` and ``m`` of all workers in the next step."""
+        if self.cluster.coefficients is None:
+            raise TypeError("devices has some that are no DeviceProfile: their times have no coefficients.")
         return np.asarray(self.cluster.coefficients * self._factors.slow())
 
     def _exact(self, sizes: Array, slow: Array, at: float) -> float:
@@ -89,15 +91,15 @@ class StepRunner:
         seconds, sizes = best_split(lines, total, self.cluster.low, self.cluster.high)
         return max(seconds, waits), sizes
 
-    def _lines(self, slow: Array, at: float) -> tuple[CostLines, float]:
+    def _lines(self, slow: Array, at: float) -> tuple[Costs, float]:
         """Return the step time that each worker asks for, and that which stale messages ask for."""
         messages = self._messages
         if messages is None:
-            return self.cluster.lines(slow, at), 0.0
+            link = self.cluster.link
+            return self.cluster.costs(slow, link.ready_shares, link.seconds(self.cluster.size, at)), 0.0
         takes = messages.seconds(at)
         seconds = np.array([0.0 if messages.stale else takes])
-        lines = CostLines.of(self.cluster.coefficients * slow, np.ones(1), seconds)
-        return lines, takes if messages.stale else 0.0
+        return self.cluster.costs(slow, np.ones(1), seconds), takes if messages.stale else 0.0
 
     @property
     def most(self) -> int:
@@ -111,8 +113,8 @@ class StepRunner:
         cluster, factors = self.cluster, self._factors.take(steps)
         planned = np.asarray(plan.local_batch_sizes, dtype=float)
         sizes = np.maximum(planned, cluster.min_local)
-        q, s, k, m = cluster.coefficients
-        a, p = (q * sizes + s) * factors.devices[:, :, 0], (k * sizes + m) * factors.devices[:, :, 1]
+        outside, backward = cluster.times(sizes)
+        a, p = outside * factors.devices[:, :, 0], backward * factors.devices[:, :, 1]
         shares, first = cluster.link.ready_shares, factors.first
         messages = self._messages
         if messages is not None:  # one, that leaves when all gradients are there
