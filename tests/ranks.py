@@ -256,7 +256,9 @@ def _serve(connection):
     warnings.resetwarnings()
     logging.getLogger("lightning_hetero").setLevel(logging.INFO)  # as an import does, which may be a job's
     atexit._clear()
-    while (job := connection.recv_bytes()) != b"end":
+    parent = os.getppid()
+    while (job := _next(connection, parent)) != b"end":
+        faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)  # a trainer may have put the signal's default back
         variables, filters, test, groups, grace, job = pickle.loads(job)
         os.environ["PYTEST_CURRENT_TEST"] = test
         try:
@@ -286,6 +288,14 @@ def _serve(connection):
             dist.destroy_process_group()
         connection.send((state.restore(), dist.distributed_c10d._world.group_count))
     os._exit(0)
+
+
+def _next(connection, parent):
+    """The next message; without the process of the tests, this one ends."""
+    while not connection.poll(10.0):
+        if os.getppid() != parent:
+            os._exit(1)
+    return connection.recv_bytes()
 
 
 def _raise(rank, error):
@@ -405,9 +415,10 @@ def run_ranks(fn, world_size, *args, timeout=240.0, env=None, expect_errors=Fals
     With ``expect_errors``, the list of errors is returned, which is empty if no rank raised. ``env`` has further
     variables of the ranks' environment. ``grace`` is 0.0 where the end of one rank is what the others are to see.
 
-    Processes that stay (``start="pool"``) know nothing of what a test has patched, and get ``fn`` by pickle: it is a
-    function of a module. ``"fork"`` gives each rank a new process with all that the test's has. Ranks that use a GPU
-    need ``"spawn"``: CUDA cannot be used in the fork of a process that has asked for the number of devices.
+    Processes that stay (``start="pool"``) know nothing of what a test patches after they were forked, and get ``fn`` by
+    pickle: it is a function of a module. ``"fork"`` gives each rank a new process with all that the test's has. Ranks
+    that use a GPU need ``"spawn"``: CUDA cannot be used in the fork of a process that has asked for the number of
+    devices.
 
     Raises:
         RuntimeError: if this process uses a GPU, so that nothing can be forked from it any more.

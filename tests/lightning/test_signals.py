@@ -188,9 +188,20 @@ def _requeued(rank, told, folder):
     return len(model.seen)
 
 
-@pytest.mark.parametrize(("ranks", "point"), [([0, 1], ("waits", 8)), ([1], ("batch", 8))])
-def test_slurms_signal_to_requeue_saves_once_on_all_ranks_at_the_same_batch(ranks, point, tmp_path):
+class TellsInTurn(Tells):
+    """Each rank is told one batch later than the one before it."""
+
+    def tell(self, trainer, *point):
+        super().tell(trainer, point[0], *(number - trainer.global_rank for number in point[1:]))
+
+
+@pytest.mark.parametrize(
+    ("told", "ranks", "point"),
+    [(Tells, [0, 1], ("waits", 8)), (Tells, [1], ("batch", 8)), (TellsInTurn, [0, 1], ("batch", 8))],
+)
+def test_slurms_signal_to_requeue_saves_once_on_all_ranks_at_the_same_batch(told, ranks, point, tmp_path):
     """Ranks that wait for each other before a batch are told while they do."""
-    steps = run_ranks(_requeued, 2, Tells(ranks, point, signal.SIGUSR2), str(tmp_path), timeout=60.0)
+    steps = run_ranks(_requeued, 2, told(ranks, point, signal.SIGUSR2), str(tmp_path), timeout=60.0)
     assert steps[0] == steps[1]
+    assert len(list(tmp_path.glob("hpc_ckpt_*"))) == 1
     assert 8 < torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)["global_step"] <= 10

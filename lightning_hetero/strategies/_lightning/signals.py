@@ -92,6 +92,7 @@ class SharedSignals:
         self._notes = SharedNotes(control, len(_Note))
         self._members_change = members_change
         self._requeue: Callable[[int, FrameType | None], None] | None = None
+        self._requeued = False  # at the check before
         self.agreed = self.asked = False  # asked: whether Lightning checks before each batch
 
     @property
@@ -183,8 +184,10 @@ class SharedSignals:
         return self._notes.exchange([{**self._noted, **sent}.get(note, 0) for note in _Note])
 
     def _obey(self, told: list[int]) -> None:
-        if told[_Note.REQUEUE] and self._requeue is not None:
+        # SLURM signals all ranks, some of which may note it one check later than the others
+        if told[_Note.REQUEUE] and not self._requeued and self._requeue is not None:
             self._requeue(told[_Note.REQUEUE], None)
+        self._requeued = bool(told[_Note.REQUEUE])
         if told[_Note.END]:
             self.agreed = True
             self._trainer._signal_connector.received_sigterm = True
