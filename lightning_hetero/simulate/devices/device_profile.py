@@ -21,8 +21,8 @@ Array = npt.NDArray[np.float64]
 class Device(Protocol):
     """Any device, by the time that it takes for a batch: with tiles, steps, limits of its memory bandwidth.
 
-    A simulation takes it for one with more samples of which no part takes less. It may have ``memory``, the most
-    samples of a batch, and a ``name``.
+    Neither part may take less time for more samples: the optimum is searched for under that. A device may have
+    ``memory``, the most samples of a batch, and a ``name``.
     """
 
     def times(self, batch_size: int) -> tuple[float, float]:

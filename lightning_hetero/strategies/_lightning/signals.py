@@ -179,9 +179,10 @@ class SharedSignals:
         """Return what ranks had noted at the last call, and send what this one has noted since."""
         if self._members_change is not None:
             self._noted[_Note.MEMBERS] = int(self._members_change())
-        # a signal may come while this waits for other ranks: what is sent is taken away before, and nothing later
-        sent = {note: self._noted.pop(note, 0) for note in (_Note.REQUEUE, _Note.MEMORY)}
-        return self._notes.exchange([{**self._noted, **sent}.get(note, 0) for note in _Note])
+        sent = [self._noted.get(note, 0) for note in _Note]
+        for note in (_Note.REQUEUE, _Note.MEMORY):  # not after the exchange: a signal may come while that waits
+            sent[note] = self._noted.pop(note, 0)
+        return self._notes.exchange(sent)
 
     def _obey(self, told: list[int]) -> None:
         # SLURM signals all ranks, some of which may note it one check later than the others

@@ -176,8 +176,8 @@ class _DeviceStream:
     """Factors of one device, drawn in blocks."""
 
     def __init__(self, profile: Device, seed: int) -> None:
-        self.constant = not isinstance(profile, DeviceProfile)
         if not isinstance(profile, DeviceProfile):
+            self.constant = True
             return
         self.profile, self.constant = profile, not (profile.jitter or profile.round_jitter or profile.slowdown)
         if not self.constant:

@@ -52,7 +52,8 @@ class ClusterState:
             rows = [[getattr(device, name) for device in self.devices] for name in ("q", "s", "k", "m")]
             coefficients = np.array(rows) * (1.0 if self.slow is None else self.slow)
         object.__setattr__(self, "coefficients", coefficients)
-        object.__setattr__(self, "_times", [lru_cache(maxsize=None)(device.times) for device in self.devices])
+        times = [] if coefficients is not None else [lru_cache(maxsize=None)(device.times) for device in self.devices]
+        object.__setattr__(self, "_times", times)  # asked for again and again in the search for the optimum
         most_of_each = (getattr(device, "memory", None) for device in self.devices)
         bounds = tuple(NO_LIMIT if most is None else most for most in most_of_each)
         most = None if min(bounds) == NO_LIMIT else bounds
