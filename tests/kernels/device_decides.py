@@ -3,6 +3,8 @@
 Two ranks with DDP: block top-k by Triton's kernels on CPU, and a sparse optimizer that gets marks instead of numbers.
 """
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -87,7 +89,7 @@ def test_the_device_decides_as_the_host_does():
         assert seen[1:] == (STEPS, 1)
         moved = [not np.array_equal(a, b) for a, b in zip(weights[:-1], weights[1:], strict=True)]
         assert moved == [step != POISONED for step in range(1, STEPS)]
-        assert "the gradient message of rank 0, bucket 0, step 4 is refused: checksum" in error
+        assert re.search(r"rank 0, bucket 0, step 4 .*checksum", error)
         assert len(spoiled) == SPOILED + 1, "it is seen one step later"
         np.testing.assert_array_equal(spoiled[SPOILED], spoiled[SPOILED - 1])
     for one, other in zip(results[0], results[1], strict=True):

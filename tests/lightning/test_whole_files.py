@@ -107,7 +107,7 @@ def test_what_is_truncated_is_named_with_those_that_are_whole(io, tmp_path, shar
     truncate(tmp_path / "d.ckpt", share)
     truncate(tmp_path / "b.ckpt", share)
     (tmp_path / "folder.ckpt").mkdir()  # as of a sharded checkpoint
-    with pytest.raises(DamagedCheckpointError, match=r"d\.ckpt .*: c\.ckpt, a\.ckpt\."):
+    with pytest.raises(DamagedCheckpointError, match=r"d\.ckpt.* c\.ckpt, a\.ckpt"):
         io.load_checkpoint(tmp_path / "d.ckpt")
     (path := tmp_path / "alone" / "a.ckpt").parent.mkdir()
     path.write_bytes(b"PK\x03\x04" + bytes(400))

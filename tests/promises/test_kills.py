@@ -272,7 +272,7 @@ def test_torchrun_with_keepers_goes_on_without_a_killed_worker(tmp_path):
             kill_group(process)
     text = (tmp_path / "log").read_text()
     assert process.returncode == 0, text[-5000:]
-    assert "step 6 with workers 0, 2" in text
+    assert re.search(r"step 6 .*workers 0, 2\b", text)
     ends = [torch.load(tmp_path / f"done-{slot}", weights_only=False) for slot in range(3)]
     assert all((weights == ends[0]).all() for weights in ends)
 
