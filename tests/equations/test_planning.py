@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.planning import split
 from lightning_hetero.core.planning.planner import PerfModelPlanner
 from lightning_hetero.core.planning.split import finish_times, solve
 from lightning_hetero.core.planning.worker_times import WorkerTimes, since_jump
@@ -24,7 +25,7 @@ def test_no_other_whole_split_ends_a_step_earlier(seed):
         at = np.sort(rng.uniform(1, 20, (workers, 4)), axis=1)
         at[:, 0] = 0
         flat = rng.random((workers, 4)) < 0.2
-        curves = [(at, np.cumsum(rng.random((workers, 4)) * ~flat, axis=1) + 0.01) for _ in range(2)]
+        curves = [(at.T, np.cumsum(rng.random((workers, 4)) * ~flat, axis=1).T + 0.01) for _ in range(2)]
         found = solve(curves, low, high, total, unit)
         assert found.sum() == total
         assert ((found >= low) & (found <= high) & (found % unit == 0)).all()
@@ -32,6 +33,17 @@ def test_no_other_whole_split_ends_a_step_earlier(seed):
         every = [np.array(split, float) for split in itertools.product(*ranges) if sum(split) == total]
         best = min(finish_times(curves, split).max() for split in every)
         assert finish_times(curves, found.astype(float)).max() <= best * (1 + 1e-6)
+
+
+def test_a_split_is_found_at_once_where_a_time_hardly_depends_on_the_samples(monkeypatch):
+    """Within the digits of that time, the workers could take thousands of samples more than there are."""
+    calls, workers = [], 16
+    monkeypatch.setattr(split, "finish_times", lambda *given: calls.append(0) or finish_times(*given))
+    curve = np.tile([[0.0], [4e4]], workers), np.tile([[0.02], [0.02 + 1e-10]], workers)
+    found = solve([curve], np.ones(workers), np.full(workers, 3e4), 30_000)
+    assert found.sum() == 30_000
+    assert np.ptp(found) <= 1
+    assert len(calls) < 3 * workers
 
 
 def test_a_size_that_ran_counts_as_measured_and_others_follow_the_line():

@@ -125,8 +125,7 @@ class PerfModelPlanner:
         Of the ``n`` micro-batches of a window the last is synchronized; the others count as time before it.
         """
         n, (gamma, t_o, t_u) = context.accumulation, self.link.at(len(context.identities))
-        at, times = workers.curves
-        a, p = times[..., 0], times[..., 1]
+        at, (a, p) = workers.curves
         return [(at, n * (a + p) + t_u), (at, n * a + (n - 1 + gamma) * p + t_o + t_u)]
 
     def _step_time(self, workers: WorkerTimes, curves: Sequence[Curve], sizes: Array, context: PlanContext) -> float:

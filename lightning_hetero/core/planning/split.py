@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from lightning_hetero.core.planning.worker_times import interpolated
+from lightning_hetero.core.planning.worker_times import interpolated, stretches
 
 Array = npt.NDArray[np.float64]
 Curve = tuple[Array, Array]
-"""Sizes and seconds of each worker, both of shape ``(workers, points)``, rising and not falling."""
+"""Sizes and seconds of each worker, both of shape ``(points, workers)``, rising and not falling."""
 
 
 def finish_times(curves: Sequence[Curve], sizes: Array) -> Array:
@@ -31,11 +31,9 @@ def most_samples(curves: Sequence[Curve], times: Array) -> Array:
 
 
 def _inverse(at: Array, seconds: Array, times: Array) -> Array:
-    place = np.clip((seconds.T[:, :, None] <= times).sum(axis=0) - 1, 0, at.shape[1] - 2)
-    x, y = (np.take_along_axis(z, place, 1) for z in (at, seconds))
-    dx, dy = (np.take_along_axis(z, place + 1, 1) - before for z, before in ((at, x), (seconds, y)))
+    (x, dx), (y, dy) = stretches(seconds[:, :, None], times, at, seconds)
     share = np.maximum(times - y, 0.0) / np.maximum(dy, 1e-15)
-    return np.where(seconds[:, :1] > times, -1.0, x + dx * np.minimum(share, 1e15))
+    return np.where(seconds[0, :, None] > times, -1.0, x + dx * np.minimum(share, 1e15))
 
 
 def solve(curves: Sequence[Curve], low: Array, high: Array, total: int, unit: int = 1) -> npt.NDArray[np.int64]:
@@ -70,11 +68,14 @@ def solve(curves: Sequence[Curve], low: Array, high: Array, total: int, unit: in
         late = float(times[first])
         if together[first] == total:
             break
-    sizes = most(np.array([late]))[:, 0]
+    least, sizes = most(np.array([early, late])).T
+    if sizes.sum() - total > len(sizes) * unit:  # a time in which sizes hardly matter: all give back their share
+        room = sizes - (least if least.sum() <= total else low)
+        sizes -= room * ((sizes.sum() - total) / room.sum()) // unit * unit
     while (over := int(sizes.sum() - total) // unit) > 0:
         last = np.argsort(-np.where(sizes > low, finish_times(curves, sizes), -1.0), kind="stable")
         last = last[: max(1, min(over, len(sizes) // 4))]
         sizes[last[sizes[last] > low[last]]] -= unit
     while sizes.sum() < total:
         sizes[np.argmin(np.where(sizes < high, finish_times(curves, sizes + unit), np.inf))] += unit
-    return sizes.astype(np.int64)
+    return np.asarray(sizes, dtype=np.int64)

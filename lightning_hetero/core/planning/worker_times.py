@@ -193,7 +193,7 @@ class WorkerTimes:
     def curves(self) -> tuple[Array, Array]:
         """Times of each worker by size, as points between and beyond which they are straight.
 
-        Sizes, rising from 0, shape ``(workers, points)``, and seconds, not falling, shape ``(workers, points, 2)``.
+        Sizes, rising from 0, shape ``(points, workers)``, and seconds, not falling, shape ``(2, points, workers)``.
         """
         size, seconds, slope, usual = self._lines()
         used = (self.steps > 0).any(axis=0)
@@ -220,12 +220,12 @@ class WorkerTimes:
         at = np.concatenate([np.zeros((len(at), 1)), at, far], axis=1)
         times = np.concatenate([none[:, None], times, most[:, None]], axis=1)
         times = np.maximum.accumulate(times, axis=1) * np.exp(self.moving * self.level)[:, None, None]
-        return at, times
+        return np.ascontiguousarray(at.T), np.ascontiguousarray(times.T)
 
     def parts(self, sizes: Array) -> Array:
         """Return the seconds outside of and in backward at these sizes, shape ``(workers, 2)``."""
         at, times = self.curves
-        return np.stack([interpolated(at, times[..., phase], sizes) for phase in (0, 1)], axis=1)
+        return np.stack([interpolated(at, phase, sizes) for phase in times], axis=1)
 
     def lines(self, sizes: Array) -> Array:
         """Return the rows ``q``, ``s``, ``k``, ``m`` of C eq. 3 that meet the times at these sizes, ``(workers, 4)``.
@@ -364,10 +364,23 @@ def _faded(sums: Array, more: Array) -> Array:
 
 def interpolated(at: Array, times: Array, sizes: Array) -> Array:
     """Return each worker's time at a size, by the points of its curve."""
-    place = np.clip((sizes >= at.T).sum(axis=0) - 1, 0, at.shape[1] - 2)
-    each = np.arange(len(sizes))
-    x, y, rise = at[each, place], times[each, place], times[each, place + 1] - times[each, place]
-    return np.asarray(y + rise * (sizes - x) / np.maximum(at[each, place + 1] - x, 1e-12))
+    (x, dx), (y, dy) = stretches(at, sizes, at, times)
+    return np.asarray(y + dy * (sizes - x) / np.maximum(dx, 1e-12))
+
+
+def stretches(rows: Array, values: Array, *of: Array) -> list[tuple[Array, Array]]:
+    """Return where the stretches begin within which values lie, and how far they reach.
+
+    Args:
+        rows: rising, of each worker, shape ``(points, workers, ...)``.
+        values: of each worker, shape ``(workers, ...)``.
+        of: what to return at those points and up to the next ones, shape ``(points, workers)``.
+    """
+    points, workers = of[0].shape
+    place = np.clip((values >= rows).sum(axis=0, dtype=np.int8) - 1, 0, points - 2).astype(np.intp)
+    first = place * workers + np.arange(workers).reshape(-1, *[1] * (place.ndim - 1))
+    begin = [one.ravel().take(first) for one in of]
+    return [(x, one.ravel().take(first + workers) - x) for x, one in zip(begin, of, strict=True)]
 
 
 def since_jump(step: Array) -> int:
