@@ -38,11 +38,11 @@ class ControlSettings:
 
     Example:
         >>> ControlSettings().min_steps
-        5
+        3
     """
 
     times: SmoothingSettings = SmoothingSettings()
-    min_steps: int = 5
+    min_steps: int = 3
     significant_errors: float = 4.0
     min_throughput_change: float = 0.1
     first_bound_lifetime: int = 2

@@ -11,7 +11,8 @@ differences that exceed what jitter of the times produces by chance, see :mod:`l
 Differences from the paper: upper bounds are on trial, see :mod:`lightning_hetero.core.batching.learned_bound`. And a
 size that reverses its direction takes half of the rule's step, and half of that at the next reversal, because where
 times rise faster than sizes the whole step overshoots. Further steps in one direction, and slowly also decisions that
-change nothing, restore the whole step.
+change nothing, restore the whole step. Where batches are so small that the rule would move less than a sample, the
+slowest worker gives one to the fastest; that is taken back if it only exchanged their roles.
 """
 
 from collections.abc import Sequence
@@ -45,6 +46,8 @@ class ControllerState:
         bounds: upper bound learned for each worker, ``None`` for none; empty before the first decision.
         previous_errors: standard errors of ``previous_throughput``, as shares.
         coarse: whether noise made the last change less precise than the dead band; the next one may complete it.
+        probes: whether the last change moved one unit although the rule wanted less.
+        slower: sizes that such a change has shown to be slower, empty for none.
         kept: why the last decision changed nothing, ``None`` if it changed sizes.
 
     Example:
@@ -61,6 +64,8 @@ class ControllerState:
     bounds: tuple[LearnedBound | None, ...] = ()
     previous_errors: tuple[float, ...] = ()
     coarse: bool = False
+    probes: bool = False
+    slower: tuple[int, ...] = ()
     kept: str | None = None
 
     @property
@@ -115,7 +120,13 @@ def control(
         >>> control(smooth(state, [0.15, 0.15]), 40, min_local=(1, 1))[1] is None
         True
     """
-    state = _learn_bounds(replace(state, times=state.times.current()), dead_band, settings)
+    state = replace(state, times=state.times.current())
+    before = np.asarray(state.previous_sizes) / np.maximum(state.previous_throughput, 1e-9)
+    moved = np.flatnonzero(state.moves)
+    if state.probes and state.times.best[moved].max() > before[moved].max():
+        back = replace(_changed(state, state.previous_sizes), slower=state.local_batch_sizes)
+        return back, state.previous_sizes
+    state = replace(_learn_bounds(state, dead_band, settings), probes=False)
     mu, b = state.times.best, np.asarray(state.local_batch_sizes, dtype=float)
     given = np.full(len(b), total_batch_size) if max_local is None else np.asarray(max_local)
     learned = [bound.size if bound is not None and bound.holds else total_batch_size for bound in state.bounds]
@@ -133,10 +144,20 @@ def control(
     sizes = proportional_sizes(total_batch_size, wanted, min_local=min_local, max_local=high, multiple=multiple)
     change = np.abs(np.asarray(sizes) - b) / np.maximum(b, 1.0)
     least = settings.finishing_dead_band * dead_band if state.coarse else dead_band
+    if sizes == state.local_batch_sizes:
+        probe = _probe(state, error, np.abs(error) > np.maximum(chance, dead_band * mu), min_local, high, multiple)
+        if probe is not None:
+            return replace(_changed(state, probe), gains=tuple(gains.tolist()), probes=True), probe
     if not np.any((change > least) & (np.abs(error) > chance)):
         kept = _why_kept(mu, error, free, change, noise, least, settings)
         return replace(state, gains=_rested(state, settings), kept=kept), None
-    changed = replace(
+    coarse = not any(state.bounds) and bool(np.any(chance > dead_band * mu))
+    return replace(_changed(state, sizes), gains=tuple(gains.tolist()), coarse=coarse), sizes
+
+
+def _changed(state: ControllerState, sizes: tuple[int, ...]) -> ControllerState:
+    """Return the state that begins with other sizes."""
+    return replace(
         state,
         local_batch_sizes=sizes,
         kept=None,
@@ -145,10 +166,29 @@ def control(
         previous_throughput=state.throughput,
         previous_errors=tuple(float(share) for share in state.times.errors),
         moves=tuple(int(new - old) for new, old in zip(sizes, state.local_batch_sizes, strict=True)),
-        gains=tuple(float(gain) for gain in gains),
-        coarse=not any(state.bounds) and bool(np.any(chance > dead_band * mu)),
+        coarse=False,
+        probes=False,
+        slower=(),
     )
-    return changed, sizes
+
+
+def _probe(
+    state: ControllerState,
+    error: Array,
+    notable: npt.NDArray[np.bool_],
+    low: Sequence[int],
+    high: npt.NDArray[Any],
+    unit: int,
+) -> tuple[int, ...] | None:
+    """Return the sizes with one unit moved from the slowest to the fastest worker, ``None`` if that was slower."""
+    sizes = np.asarray(state.local_batch_sizes)
+    gives, takes = sizes - unit >= np.asarray(low), sizes + unit <= high
+    slow, fast = (int(np.where(there, off, -np.inf).argmax()) for there, off in ((gives, error), (takes, -error)))
+    if not (notable[slow] and gives[slow] and takes[fast] and error[slow] > 0 > error[fast]):
+        return None
+    sizes[[slow, fast]] += [-unit, unit]
+    found = tuple(sizes.tolist())
+    return None if found == state.slower else found
 
 
 def _why_kept(
