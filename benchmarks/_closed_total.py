@@ -79,7 +79,7 @@ class Ramp:
     def run(self) -> dict[str, float]:
         """Time to the end over the oracle's, and goodput over brute force while it runs."""
         training, progress, seconds, oracle, changes = self.plan, 0.0, 0.0, 0.0, 0
-        gradients = NoiseTrajectory(lambda samples: training.noise_scale(progress), horizon=60.0 * training.initial)
+        gradients = NoiseTrajectory(lambda samples: training.noise_scale(progress))
         run = simulator(
             self.planner, training.cluster, training.initial, self.noise, noise_scale=gradients, seed=self.seed
         )

@@ -1,7 +1,6 @@
 """Milliseconds that all ranks wait for one decision on density, total and split, by the number of tensors: 50 at most.
 
-The total moves, and the noise scale is known, so that candidates far from the running total are compared as well. The
-parameters are laid out as a run lays them out; medians of seven decisions, in processor time.
+The total moves. The parameters are laid out as a run lays them out; medians of seven decisions, in processor time.
 
     python benchmarks/decide.py
 """
@@ -28,10 +27,9 @@ def milliseconds(tensors):
     """Median over decisions on a model of so many tensors."""
     layout = Layout.of([(f"layer.{i}.weight", ELEMENTS // tensors) for i in range(tensors)], block=16)
     sizes = np.array([[20.0, 20.0], [30.0, 10.0]] * 16)
-    zeros, noise, taken = np.zeros_like(sizes), RunningNoiseScale(horizon=1e6), []
+    zeros, taken = np.zeros_like(sizes), []
     seen = StepObservations(sizes, zeros, 0.05 + sizes * [0.001, 0.003], zeros, zeros, zeros + 0.4, zeros)
-    for _ in range(8):
-        noise = noise.update(trace=400.0, global_sq_norm=11.0, total_batch_size=40)
+    noise = RunningNoiseScale().update(trace=400.0, global_sq_norm=11.0, total_batch_size=40, steps=50)
     size = message_size(layout.num_blocks, layout.block, "bfloat16", 2)
     link = MessageLink(0.1, size, (LinkEstimate(1e5),) * 2, seconds=0.4, step=40_000)
     context = PlanContext(40, ("a", "b"), (1, 1), link=link, noise=noise)

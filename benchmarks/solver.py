@@ -22,7 +22,6 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
 from lightning_hetero.core.batching.optperf import solve_optperf, solve_step_times
-from lightning_hetero.core.batching.optperf_cache import SolvedTotals
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
 
 RESULTS = Path(__file__).parent / "results" / "solver.json"
@@ -79,8 +78,6 @@ def row(workers: int, repeats: int) -> dict[str, Any]:
     cluster, total = cluster_of(workers), SAMPLES_PER_WORKER * workers
     repeats = max(3, repeats * 1000 // max(workers, 1000))
     candidates = np.geomspace(total / 16, total * 16, CANDIDATES).astype(int)
-    windows, bounds = [(int(candidate), 1) for candidate in candidates], ((1,) * workers, None)
-    known = SolvedTotals.solve(cluster, windows, *bounds)
     result: dict[str, Any] = {
         "workers": workers,
         "optperf_ms": milliseconds(lambda: solve_optperf(cluster, total), repeats),
@@ -89,8 +86,6 @@ def row(workers: int, repeats: int) -> dict[str, Any]:
             repeats,
         ),
         "100_candidates_ms": milliseconds(lambda: solve_step_times(cluster, candidates), repeats),
-        "all_anew_ms": milliseconds(lambda: SolvedTotals.solve(cluster, windows, *bounds), repeats),
-        "four_renewed_ms": milliseconds(lambda: known.renewed(cluster, windows[::33]), repeats),
         "linprog_ms": None,
         "linprog_difference": None,
     }

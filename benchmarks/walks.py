@@ -8,9 +8,8 @@ The walks, those of trainings on rank 0 of two gloo ranks on this machine, with 
 - ``gradient``: the way of the gradient in it, from the hook of the first bucket to what is handed over after backward:
   all from Lightning's ``on_before_backward`` to ``on_before_optimizer_step``, where nothing else of the package runs.
   ``gradient_blocks`` is the same where the optimizer takes blocks.
-- ``decision``: ``TimeToAccuracyPlanner.decide`` of a moving total, on its first observations. ``decision_certain`` has
-  a noise scale that is certain, which brings totals farther away into question. Their milliseconds are without a
-  profiler.
+- ``decision``: ``TimeToAccuracyPlanner.decide`` of a moving total, on its first observations. Its milliseconds are
+  without a profiler.
 
 What is counted, by ``sys.setprofile``:
 
@@ -212,13 +211,12 @@ def train(rank, port):
     return found
 
 
-def decide(traces):
+def decide():
     """Figures and trace of a decision for two workers, one of three times the other's speed, on a thin link."""
     sizes = np.array([[20.0, 20.0], [30.0, 10.0]] * 16)
-    zeros, noise, seconds = np.zeros_like(sizes), RunningNoiseScale(horizon=1e6), []
+    zeros, seconds = np.zeros_like(sizes), []
     seen = StepObservations(sizes, zeros, 0.05 + sizes * [0.001, 0.003], zeros, zeros, zeros + 0.4, zeros)
-    for trace in traces:
-        noise = noise.update(trace=trace, global_sq_norm=1.0 + trace / 40, total_batch_size=40)
+    noise = RunningNoiseScale().update(trace=400.0, global_sq_norm=11.0, total_batch_size=40, steps=50)
     size = message_size(NUM_BLOCKS, 16, "bfloat16", 2)
     link = MessageLink(0.1, size, (LinkEstimate(1e5),) * 2, seconds=0.4, step=40_000)
     context = PlanContext(40, ("a", "b"), (1, 1), link=link, noise=noise)
@@ -242,8 +240,7 @@ def main():
     port = random.SystemRandom().randrange(20_000, 32_000)
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as ranks:
         found = [ranks.submit(train, rank, port) for rank in range(2)][0].result()
-    found["decision"] = decide((400.0,))
-    found["decision_certain"] = decide((300.0, 500.0) * 50)
+    found["decision"] = decide()
     for name, (_, trace) in found.items() if args.trace else ():
         sys.stdout.write(f"== {name}\n{trace}\n\n")
     write_table([{"walk": name, **row} for name, (row, _) in found.items()], args.json, "walks through the code")

@@ -33,7 +33,6 @@ MEMBERS = {
     "lightning_hetero.core.RunningNoiseScale": (
         "update, left_out, merge, trace, grad_sq_norm, noise_scale, state_dict, from_state_dict"
     ),
-    "lightning_hetero.core.SolvedTotals": "solve, holds, times, renewed, state_dict, from_state_dict",
     "lightning_hetero.optim.LearningRateMultiplier": "steps, remove",
     "lightning_hetero.optim.AdamPreconditioner": "squares",
     "lightning_hetero.core.Computing": "of",

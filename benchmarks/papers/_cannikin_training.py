@@ -139,8 +139,7 @@ def train(workload: Workload, truth: Cluster, planner: Any, total: int, seed: in
     the first steps are simulated.
     """
     progress, seconds, steps, interval, history = 0.0, 0.0, 0, 8.0, []
-    horizon = 200.0 * max(workload.initial, 16)
-    gradients = NoiseTrajectory(lambda samples: workload.noise_scale(progress), horizon=horizon)
+    gradients = NoiseTrajectory(lambda samples: workload.noise_scale(progress))
     noise = Noise(NOISE, seed=seed)
     run = simulator(planner, truth, total, noise, replan="epoch", noise_scale=gradients, seed=seed)
     while progress < 1.0:

@@ -48,9 +48,8 @@ from _cannikin_training import fixed, systems, train
 from _clusters import EXCHANGE, LBBSP, Cluster, Noise, simulator
 from hardware import write_record
 
-from lightning_hetero.core.batching.goodput import candidate_totals
+from lightning_hetero.core.batching.goodput import candidate_totals, step_times
 from lightning_hetero.core.batching.integer_split import even_sizes
-from lightning_hetero.core.batching.optperf_cache import SolvedTotals
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.noise.estimators import METHODS
 from lightning_hetero.core.planning.planner import PerfModelPlanner
@@ -314,7 +313,7 @@ def overhead(quick: bool, jobs: int) -> list[Row]:
             row[f"epoch, {name}"] = epoch
         model, windows = model_of(truth), [(total, 1) for total in candidate_totals(max(job.initial, 16), job.largest)]
         row["candidates"] = len(windows)
-        row["all candidates, ms"] = _ms(lambda m=model, w=windows: SolvedTotals.solve(m, w, (1,) * 16, None))
+        row["all candidates, ms"] = _ms(lambda m=model, w=windows: step_times(m, w, (1,) * 16, None))
         planner, first = systems(job, truth)["ours"]
         record = train(job, truth, planner, first, 0)
         decision = (record.overhead - EXCHANGE * record.looks) / record.looks

@@ -16,8 +16,7 @@ import numpy as np
 from matplotlib.ticker import NullFormatter, NullLocator
 
 from lightning_hetero import ClusterTimeModel, NodeTimeModel
-from lightning_hetero.core.batching.goodput import Candidate, candidate_totals
-from lightning_hetero.core.batching.optperf_cache import goodput_table
+from lightning_hetero.core.batching.goodput import Candidate, candidate_totals, goodput_table
 
 HERE = Path(__file__).parent
 SPEEDS = (1.0, 0.5, 0.3)

@@ -65,7 +65,7 @@ class AdaptiveBatchCallback(PolicyCallback):
         *,
         min_total_batch_size: int | None = None,
         hysteresis: float = 0.02,
-        min_steps: int = 8,
+        min_steps: int = 4,
     ) -> None:
         self._total = AdaptiveTotal(max_total_batch_size, lr_scaling, min_total_batch_size=min_total_batch_size)
         planner = GoodputPlanner(

@@ -37,7 +37,7 @@ class GNSCallback(Callback):
         every_n_steps: observe every n-th optimizer step only, ``>= 1``.
         method: weights of the workers' estimates: ``"pooled"`` (minimum variance), ``"cannikin"`` (as printed) or
             ``"mean"``.
-        horizon: samples over which the estimate looks back, ``> 0``.
+        horizon: steps over which the estimate looks back, ``> 0``.
         preconditioner: ``"adam"`` measures the noise scale of the gradient as Adam scales it (Pollux, sec. 3.1), and
             the three metrics are in the units of that gradient; ``"auto"`` does so if all optimizers are of the Adam
             family; ``None`` never does.
@@ -55,7 +55,7 @@ class GNSCallback(Callback):
         self,
         every_n_steps: int = 1,
         method: str = "pooled",
-        horizon: float = 50_000.0,
+        horizon: float = RunningNoiseScale().horizon,
         preconditioner: str | None = "auto",
     ) -> None:
         self.every_n_steps = check_int("every_n_steps", every_n_steps, minimum=1)

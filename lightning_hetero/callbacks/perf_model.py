@@ -11,7 +11,7 @@ __all__ = ["PerfModelCallback"]
 class PerfModelCallback(PolicyCallback):
     """Policy that learns a time model of every worker and splits at the exact optimum (Cannikin, sec. 3-4).
 
-    It starts with equal sizes, splits by measured speed after about eight steps (eq. 8), and by the time model
+    It starts with equal sizes, splits by measured speed after about six steps (eq. 8), and by the time model
     (OptPerf) once each worker was seen at two sizes. It follows drifts of a worker's speed. Installed by default.
 
     Example:

@@ -73,7 +73,7 @@ class TTACallback(AdaptiveBatchCallback):
         lr_scaling: str | Callable[[float, float, float, float], float] = "auto",
         min_total_batch_size: int | None = None,
         hysteresis: float = 0.02,
-        min_steps: int = 8,
+        min_steps: int = 4,
     ) -> None:
         moves = max_total_batch_size is not None
         if min_total_batch_size is not None and not moves:

@@ -13,22 +13,19 @@ if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
     from lightning_hetero.core.as_published import bootstrap_sizes as bootstrap_sizes
     from lightning_hetero.core.batching.control_settings import ControlSettings as ControlSettings
     from lightning_hetero.core.batching.goodput import Candidate as Candidate
-    from lightning_hetero.core.batching.goodput import TotalSettings as TotalSettings
     from lightning_hetero.core.batching.goodput import candidate_totals as candidate_totals
     from lightning_hetero.core.batching.goodput import choose_total as choose_total
     from lightning_hetero.core.batching.goodput import efficiency as efficiency
     from lightning_hetero.core.batching.goodput import goodput_of as goodput_of
+    from lightning_hetero.core.batching.goodput import goodput_table as goodput_table
     from lightning_hetero.core.batching.goodput import windows_of as windows_of
     from lightning_hetero.core.batching.integer_split import proportional_sizes as proportional_sizes
     from lightning_hetero.core.batching.lr_scaling import LR_RULES as LR_RULES
     from lightning_hetero.core.batching.lr_scaling import adascale as adascale
     from lightning_hetero.core.batching.lr_scaling import lr_gain as lr_gain
-    from lightning_hetero.core.batching.optperf import overlap_state as overlap_state
     from lightning_hetero.core.batching.optperf import solve_optperf as solve_optperf
     from lightning_hetero.core.batching.optperf import solve_step_times as solve_step_times
     from lightning_hetero.core.batching.optperf import static_sizes as static_sizes
-    from lightning_hetero.core.batching.optperf_cache import SolvedTotals as SolvedTotals
-    from lightning_hetero.core.batching.optperf_cache import goodput_table as goodput_table
     from lightning_hetero.core.batching.plan import BatchPlan as BatchPlan
     from lightning_hetero.core.batching.plan import PlanEntry as PlanEntry
     from lightning_hetero.core.batching.plan import PlanHistory as PlanHistory
@@ -76,7 +73,6 @@ _EXPORTS = {
     "bootstrap_sizes": "lightning_hetero.core.as_published",
     "ControlSettings": "lightning_hetero.core.batching.control_settings",
     "Candidate": "lightning_hetero.core.batching.goodput",
-    "TotalSettings": "lightning_hetero.core.batching.goodput",
     "candidate_totals": "lightning_hetero.core.batching.goodput",
     "choose_total": "lightning_hetero.core.batching.goodput",
     "efficiency": "lightning_hetero.core.batching.goodput",
@@ -86,12 +82,10 @@ _EXPORTS = {
     "LR_RULES": "lightning_hetero.core.batching.lr_scaling",
     "adascale": "lightning_hetero.core.batching.lr_scaling",
     "lr_gain": "lightning_hetero.core.batching.lr_scaling",
-    "overlap_state": "lightning_hetero.core.batching.optperf",
     "solve_optperf": "lightning_hetero.core.batching.optperf",
     "solve_step_times": "lightning_hetero.core.batching.optperf",
     "static_sizes": "lightning_hetero.core.batching.optperf",
-    "SolvedTotals": "lightning_hetero.core.batching.optperf_cache",
-    "goodput_table": "lightning_hetero.core.batching.optperf_cache",
+    "goodput_table": "lightning_hetero.core.batching.goodput",
     "BatchPlan": "lightning_hetero.core.batching.plan",
     "PlanEntry": "lightning_hetero.core.batching.plan",
     "PlanHistory": "lightning_hetero.core.batching.plan",

@@ -179,14 +179,14 @@ def check_one_process(results):
 
 @pytest.fixture(scope="module")
 def adaptive(tmp_path_factory):
-    """Four epochs of two unequal workers, the total from 8 to 64, with all that a trainer may have."""
+    """Four epochs of two unequal workers, the total from 8 to 48, with all that a trainer may have."""
     folder = tmp_path_factory.mktemp("adaptive")
     more = {"logger": CSVLogger(str(folder), name="", version=""), "log_every_n_steps": 1, "bars": [TQDMProgressBar()]}
     more |= {"model": Uneven(gamma=0.9), "enable_progress_bar": True, **saving(folder, every_n_epochs=1)}
-    return run(**more), folder
+    return run(callback={"max_total_batch_size": 48}, **more), folder
 
 
-COUNTS, GAINS = [30, 20, 10, 5], [1.0, 1.5, 3.0, 6.0]
+COUNTS, GAINS = [30, 20, 5, 5], [1.0, 1.5, 6.0, 6.0]
 
 
 def test_a_decision_changes_total_split_and_number_of_batches(adaptive):
@@ -195,8 +195,8 @@ def test_a_decision_changes_total_split_and_number_of_batches(adaptive):
     assert "GNSCallback" not in first["callbacks"], "that of the user is used"
     rows = list(csv.DictReader((folder / "hetero_candidates.csv").read_text().splitlines()))
     running = [(int(row["step"]), int(row["total_batch_size"])) for row in rows if row["running"] == "1"]
-    assert running == [(30, 12), (50, 24), (60, 48)]
-    assert totals(first) == [8, 12, 24, 48]  # half as much again to learn a second size, then by two
+    assert running == [(30, 12), (50, 48), (55, 48)]
+    assert totals(first) == [8, 12, 48, 48]  # half as much again to learn a second size, then the best
     assert first["epochs"][0]["sizes"] == (4, 4)
     assert all(row["sizes"][0] > row["sizes"][1] for row in first["epochs"][2:])
     for name in ("max", "num", "done", "bar"):

@@ -245,7 +245,7 @@ def test_the_noise_scale_is_that_of_the_trainer(loop, trainers):
 # the moving total
 
 SAMPLES = {"fabric": 264, "accelerate": 256}  # Accelerate's loader is ahead
-BREAKS = (16, 24)
+BREAKS = (10, 14)
 """Optimizer steps until a checkpoint: in the middle of an epoch, between sync rounds and before one."""
 
 
@@ -285,9 +285,8 @@ def check(results, samples):
     assert first["used"] == second["used"]
     assert first["scheduled"] == pytest.approx([LR * 0.99**k for k in range(len(first["scheduled"]))])
     assert first["rates"] == pytest.approx([LR * 0.99 ** len(first["used"])] * 2), "a state has the scheduled rate"
-    gains = np.divide(first["used"], first["scheduled"])
-    assert first["steps"] == pytest.approx(gains.sum())
-    assert [result["gain"] for result in results] == pytest.approx([gains[-1]] * 2)
+    assert first["steps"] == pytest.approx(np.divide(first["used"], first["scheduled"]).sum())
+    assert [result["gain"] for result in results] == pytest.approx([first["metrics"][-1]["hetero/lr_gain"]] * 2)
 
 
 @every_loop
@@ -320,7 +319,7 @@ def test_a_decision_changes_the_next_total_and_the_rate(loop, moved):
 @every_loop
 @pytest.mark.parametrize("at", BREAKS)
 def test_a_resumed_run_keeps_total_rates_and_noise_and_decides_by_new_times(loop, at, moved):
-    """What is decided on times of another process is not repeated: the next decision comes after eight new steps."""
+    """What is decided on times of another process is not repeated: the next decision comes after six new steps."""
     whole, folder = moved(loop)
     rest = run_ranks(_moving, 2, loop, folder, at, {})
     assert rest[0]["history"] == rest[1]["history"]
@@ -330,7 +329,7 @@ def test_a_resumed_run_keeps_total_rates_and_noise_and_decides_by_new_times(loop
         assert part["seen"][0] == full["seen"][at]
         assert part["used"][0] == pytest.approx(full["used"][at], rel=1e-12)
         first = next((n for n, index in enumerate(part["seen"]) if index[:2] >= part["history"][1][:2]), None)
-        assert first is None or first >= 8
+        assert first is None or first >= 6
 
 
 @every_loop

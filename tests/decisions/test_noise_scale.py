@@ -20,7 +20,7 @@ from tests.helpers import Points, Regressor, fit, raised
 from tests.ranks import run_ranks
 
 N, STEPS = 48, 4
-HORIZON = 1e9  # all steps count alike
+HORIZON = 1e12  # all steps count alike
 OFTEN = {"local_batch_sizes": (9, 3), "replan": STEPS}
 
 

@@ -12,10 +12,10 @@ from lightning_hetero.core.batching.goodput import (
     candidate_totals,
     choose_total,
     efficiency,
+    goodput_table,
     windows_of,
 )
 from lightning_hetero.core.batching.optperf import solve_step_times
-from lightning_hetero.core.batching.optperf_cache import goodput_table
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
 
 FAST, SLOW = NodeTimeModel(0.001, 0.01, 0.002, 0.004), NodeTimeModel(0.003, 0.02, 0.005, 0.006)

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_hetero.core.as_published import bootstrap_sizes
 from lightning_hetero.core.batching.finish_lines import check_bounds
-from lightning_hetero.core.batching.optperf import overlap_state, solve_optperf, solve_step_times, static_sizes
+from lightning_hetero.core.batching.optperf import solve_optperf, solve_step_times, static_sizes
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeTimeModel
 from tests.equations.clusters import line_workers
 
@@ -119,22 +119,6 @@ def test_real_optima_of_many_totals_at_once_are_the_least_times_in_which_workers
             assert after >= total * (1 - 1e-9)
             assert before <= total or time == pytest.approx(least)
     assert solve_step_times(cluster, []).shape == (0,)
-
-
-def test_overlap_states_are_the_workers_that_computing_binds():
-    """With the total more workers are bound by computing, and none that was any less (C sec. 4.5)."""
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        n = int(rng.integers(1, 11))
-        q, s, k, m = rng.uniform(1e-4, 1e-2, (4, n))
-        nodes = tuple(map(NodeTimeModel, q, s, k, m))
-        cluster = ClusterTimeModel(nodes, rng.uniform(0, 0.9), rng.uniform(0, 0.5))
-        times = solve_step_times(cluster, [n, 40 * n, 400 * n], min_local=0)[:, None]
-        by_link = (times - cluster.t_o - s - cluster.gamma * m) / (q + cluster.gamma * k)
-        expected = (times - s - m) / (q + k) <= by_link
-        states = overlap_state(cluster, times[:, 0])
-        assert [np.unpackbits(np.frombuffer(one, np.uint8))[:n].tolist() for one in states] == expected.tolist()
-        assert (expected[:-1] <= expected[1:]).all()
 
 
 def test_equal_workers_get_even_sizes_and_faster_ones_no_fewer():

@@ -1,6 +1,5 @@
 """What every policy of the table promises, and what a decision may be: checked for each line of ``POLICIES``."""
 
-import itertools
 import json
 import math
 from contextlib import nullcontext
@@ -11,7 +10,6 @@ import pytest
 
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.control_settings import ControlSettings
-from lightning_hetero.core.batching.goodput import TotalSettings
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.compression.density_search import SearchSettings
 from lightning_hetero.core.compression.objective import PenaltySettings
@@ -97,7 +95,6 @@ OUT_OF_RANGE = [
     (ControlSettings, {"min_steps": 2.5, "min_throughput_change": 1.1, "gain_growth": 0.9, "min_gain": 1.1}),
     (ControlSettings, {"gain_after_reversal": 0.0, "bound_lifetime_growth": 0, "finishing_dead_band": 1.1}),
     (DensitySettings, {"stale_headroom": 0.9, "densities_per_decade": 0, "min_relative_gain": 1.1, "max_growth": 1.0}),
-    (TotalSettings, {"max_growth": 1.0, "probe_factor": 1.0, "max_certain_growth": 1.9, "max_probe_waste": 1.1}),
     (PlannerSettings, {"still": 0.0, "moving": -1.0, "unseen": 1.1, "least_gain": -0.1, "doubt": -1.0}),
     (SmoothingSettings, {"noise_steps": 0, "longest_mean_steps": 0, "outlier_ratio": 0}),
     (SearchSettings, {"points": 2}),
@@ -194,7 +191,6 @@ def test_every_plan_has_its_total_within_bounds_in_multiples(name, multiple, bou
         assert most is None or (sizes <= most).all()
         moved.append(plan.total_batch_size * ctx.accumulation)
     assert moves_total(planner) or len(set(moved)) == 1
-    assert all(0.5 <= after / before <= 2 for before, after in itertools.pairwise(moved))
 
 
 # what a decision may be

@@ -354,7 +354,7 @@ def test_looking_costs_half_a_percent_unless_a_decision_waits_for_it(cost, secon
 @pytest.mark.parametrize("replan", ["auto", 4])
 def test_an_epoch_begins_with_a_look_if_eight_steps_have_passed_since_the_last_one_that_may_do_as_much(replan):
     """As much: change the number of micro-batches, which no look within an epoch may."""
-    schedule, first = SyncSchedule(replan), 8 if replan == "auto" else 4
+    schedule, first = SyncSchedule(replan), 6 if replan == "auto" else 4
     assert [schedule.due(step) for step in (first - 1, first)] == [False, True]
     assert [step for step in range(20) if schedule.due_at_epoch(step)] == list(range(8, 20))
     schedule.done(16, 20)

@@ -20,7 +20,8 @@ class ScheduleSettings:
     """Limits of the steps between two sync rounds.
 
     Args:
-        min_steps: fewest steps, and those before the first round.
+        first_step: step of the first round: most of the cost of a short training is its equal sizes before it.
+        min_steps: fewest steps.
         min_steps_moving: fewest steps while the speeds of workers change.
         max_steps: most steps.
         max_time_share: share of the time that rounds may take.
@@ -30,6 +31,7 @@ class ScheduleSettings:
         0.005
     """
 
+    first_step: int = 6
     min_steps: int = 8
     min_steps_moving: int = 4
     max_steps: int = 1000
@@ -48,7 +50,7 @@ class SyncSchedule:
 
     Example:
         >>> schedule = SyncSchedule("auto")
-        >>> schedule.due(7), schedule.due(8)
+        >>> schedule.due(5), schedule.due(6)
         (False, True)
     """
 
@@ -59,7 +61,7 @@ class SyncSchedule:
     cost: float = math.inf
 
     def __post_init__(self) -> None:
-        first = NEVER if self.replan == "epoch" else SETTINGS.min_steps
+        first = NEVER if self.replan == "epoch" else SETTINGS.first_step
         self.next = self.replan if isinstance(self.replan, int) else first
 
     def due(self, step: int) -> bool:

@@ -63,7 +63,7 @@ class NoiseCollector:
         rank: this rank.
         method: weights of the local estimates, a name of :data:`~lightning_hetero.core.noise.estimators.METHODS`.
         every_n_steps: take norms in every n-th step only.
-        horizon: samples over which the running estimate averages.
+        horizon: steps over which the running estimate averages.
         summed: whether losses are sums over samples rather than means.
     """
 
@@ -77,7 +77,7 @@ class NoiseCollector:
         *,
         method: str = "pooled",
         every_n_steps: int = 1,
-        horizon: float = 50_000.0,
+        horizon: float = RunningNoiseScale().horizon,
         summed: bool = False,
     ) -> None:
         self.hook, self.rank, self.method, self.every_n_steps = hook, rank, method, every_n_steps

@@ -2,7 +2,6 @@
 
 ``goodput(B) = throughput(B) * efficiency(B)`` with ``throughput(B) = B / T(B)``, ``T`` the OptPerf of that total, and
 ``efficiency(B) = (noise_scale + B_0) / (noise_scale + B)``, the progress of a sample relative to one at ``B_0``.
-OptPerf does not depend on the progress of training, so :class:`SolvedTotals` keeps the solutions.
 """
 
 import math
@@ -14,19 +13,20 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from lightning_hetero.core.keywords import checked_keywords
-from lightning_hetero.core.validation import check_fields, check_int, check_number
+from lightning_hetero.core.batching.optperf import solve_step_times
+from lightning_hetero.core.timing.step_time import ClusterTimeModel
+from lightning_hetero.core.validation import check_int, check_number
 
 __all__ = [
-    "TOTAL_DEFAULTS",
     "Candidate",
-    "TotalSettings",
     "Window",
     "candidate_totals",
     "choose_total",
     "efficiency",
     "goodput_of",
+    "goodput_table",
     "in_equal_parts",
+    "step_times",
     "windows_of",
 ]
 
@@ -35,51 +35,6 @@ Totals = TypeVar("Totals", float, npt.NDArray[np.float64])
 
 Window = tuple[int, int]
 """A total, and the number of its micro-batches."""
-
-
-@checked_keywords
-@dataclass(frozen=True)
-class TotalSettings:
-    """Settings of the changes of the total batch: how fast it reaches the highest goodput, not where that is.
-
-    :class:`~lightning_hetero.core.planning.settings.PlannerSettings` and the planner's arguments determine whether a
-    change pays.
-
-    Args:
-        max_growth: largest factor between two totals where the noise scale is not certain, above 1.
-        max_certain_growth: largest factor where it is, ``>= max_growth``: a total beyond ``max_growth`` has to pay even
-            if the noise scale is off by ``noise_scale_errors``.
-        noise_scale_errors: standard errors of the noise scale, above 0; two for the usual 95 %.
-        probe_factor: factor to the next total if a worker has been seen at one size only, above 1: large enough to
-            determine the worker's fixed time.
-        max_probe_waste: largest loss of efficiency for that, as a share, 0 to 1; it lasts until the next sync round.
-        max_drift: largest relative change of a step time for which the times of other candidates are kept, ``>= 0``.
-
-    Raises:
-        TypeError: if a setting is not a number.
-        ValueError: if a setting is out of its range.
-
-    Example:
-        >>> TotalSettings().max_growth
-        2.0
-    """
-
-    max_growth: float = 2.0
-    max_certain_growth: float = 16.0
-    noise_scale_errors: float = 2.0
-    probe_factor: float = 1.5
-    max_probe_waste: float = 0.2
-    max_drift: float = 0.01
-
-    def __post_init__(self) -> None:
-        check_fields(self, ("max_growth", "probe_factor"), low=1.0, include_low=False)
-        check_fields(self, ("max_certain_growth",), low=self.max_growth)
-        check_fields(self, ("noise_scale_errors",), include_low=False)
-        check_fields(self, ("max_probe_waste",), high=1.0)
-        check_fields(self, ("max_drift",))
-
-
-TOTAL_DEFAULTS = TotalSettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,22 +166,102 @@ def in_equal_parts(total: int, limit: int | None, count: int | None, multiple: i
     return total
 
 
-def goodput_of(times: Mapping[Window, float], *, noise_scale: float, initial_total: int) -> tuple[Candidate, ...]:
-    """Return the goodput of candidates whose step times are known, sorted by total.
+def step_times(
+    cluster: ClusterTimeModel,
+    windows: Sequence[Window],
+    min_local: Sequence[int],
+    max_local: Sequence[int] | None,
+    multiple: int = 1,
+) -> dict[Window, float]:
+    """Return the seconds of an optimizer step at the best split of each total, with sizes as real numbers.
+
+    Args:
+        cluster: time model of one micro-batch.
+        windows: each total with the number of its micro-batches.
+        min_local: fewest samples of each worker and micro-batch.
+        max_local: most samples of each worker and micro-batch.
+        multiple: samples of which each size is a multiple.
+
+    Example:
+        >>> from lightning_hetero.core.timing.step_time import NodeTimeModel
+        >>> cluster = ClusterTimeModel((NodeTimeModel(0.001, 0.1, 0, 0),) * 2)
+        >>> [round(seconds, 3) for seconds in step_times(cluster, [(100, 1), (200, 2)], (1, 1), None).values()]
+        [0.15, 0.3]
+    """
+    groups: dict[int, list[int]] = {}
+    for total, count in windows:
+        groups.setdefault(count, []).append(total)
+    times: dict[Window, float] = {}
+    for count, totals in groups.items():
+        # Micro-batches whose mean is no whole number differ by one sample; the bounds have to hold the larger ones.
+        sizes = np.append(np.asarray(totals) / count, -(-max(totals) // count))
+        sizes = sizes if multiple == 1 else np.ceil(sizes / multiple) * multiple
+        seconds = solve_step_times(
+            cluster.accumulated(count), sizes, min_local=min_local, max_local=max_local, multiple=multiple
+        )
+        times.update(zip([(total, count) for total in totals], seconds[:-1].tolist(), strict=True))
+    return times
+
+
+def goodput_of(
+    times: Mapping[Window, float], efficiencies: Sequence[float] | npt.NDArray[np.float64]
+) -> tuple[Candidate, ...]:
+    """Return the goodput of candidates whose step times and efficiencies are known.
 
     Args:
         times: seconds of an optimizer step, by total and number of micro-batches.
-        noise_scale: ``phi``, as in :func:`efficiency`.
-        initial_total: ``B_0``.
+        efficiencies: of each total, such as of :func:`efficiency`.
 
     Example:
-        >>> goodput_of({(200, 1): 0.2}, noise_scale=100, initial_total=100)[0].throughput
-        1000.0
+        >>> goodput_of({(200, 1): 0.2}, [0.5])[0].goodput
+        500.0
     """
-    windows = sorted(times)
-    shares = efficiency(np.array([float(total) for total, _ in windows]), noise_scale, initial_total).tolist()
-    rows = [(window, times[window], share) for window, share in zip(windows, shares, strict=True)]
-    return tuple([Candidate(b, n, s, b / s, share, b / s * share) for (b, n), s, share in rows])
+    rows = zip(times.items(), np.asarray(efficiencies).tolist(), strict=True)
+    return tuple([Candidate(b, n, s, b / s, share, b / s * share) for ((b, n), s), share in rows])
+
+
+def goodput_table(
+    cluster: ClusterTimeModel,
+    totals: Sequence[int],
+    *,
+    noise_scale: float,
+    initial_total: int,
+    min_local: Sequence[int],
+    max_local: Sequence[int] | None = None,
+    micro_batch_limit: int | None = None,
+    accumulation: int | None = None,
+) -> tuple[Candidate, ...]:
+    """Return the goodput of every candidate; totals beyond the memory of all workers run as equal micro-batches.
+
+    Totals that the bounds do not allow, in any number of micro-batches, are left out.
+
+    Args:
+        cluster: time model of one micro-batch.
+        totals: candidates for ``B``.
+        noise_scale: ``phi``, as in :func:`efficiency`.
+        initial_total: ``B_0``.
+        min_local: fewest samples of each worker and micro-batch.
+        max_local: most samples of each worker and micro-batch.
+        micro_batch_limit: most samples of all workers in a micro-batch; by default the sum of ``max_local``.
+        accumulation: number of micro-batches; by default as few as the limit allows.
+
+    Example:
+        >>> from lightning_hetero.core.timing.step_time import NodeTimeModel
+        >>> cluster = ClusterTimeModel((NodeTimeModel(0.001, 0.1, 0, 0),) * 2)
+        >>> table = goodput_table(cluster, [100, 200], noise_scale=100, initial_total=100, min_local=(1, 1))
+        >>> [round(c.throughput) for c in table], [round(c.efficiency, 3) for c in table]
+        ([667, 1000], [1.0, 0.667])
+    """
+    windows = windows_of(
+        totals,
+        min_local=min_local,
+        max_local=max_local,
+        micro_batch_limit=micro_batch_limit,
+        accumulation=accumulation,
+    )
+    totals = [total for total, _ in windows]
+    efficiencies = efficiency(np.array(totals, dtype=float), noise_scale, initial_total)
+    return goodput_of(step_times(cluster, windows, min_local, max_local), efficiencies)
 
 
 def choose_total(table: Sequence[Candidate], current: int, *, hysteresis: float = 0.02) -> Candidate:

@@ -18,7 +18,7 @@ from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.timing.step_time import ClusterTimeModel
 from lightning_hetero.core.validation import check_int
 
-__all__ = ["overlap_state", "solve_optperf", "solve_step_times", "static_sizes"]
+__all__ = ["solve_optperf", "solve_step_times", "static_sizes"]
 
 Array = npt.NDArray[np.float64]
 
@@ -237,30 +237,6 @@ def _capacity_table(lines: FinishLines, times: Array, crossing_time: Array, full
     sizes = np.concatenate([[0.0], np.cumsum(np.diff(times) * slopes[:-1])])
     anchor = min(int(np.searchsorted(times, start * (1.0 + 1e-6))), len(times) - 1)
     return np.asarray(np.maximum.accumulate(sizes + (lines.capacity(float(times[anchor]))[0].sum() - sizes[anchor])))
-
-
-def overlap_state(cluster: ClusterTimeModel, step_times: Sequence[float] | Array) -> list[bytes]:
-    """Return the overlap states: the workers that computing limits at each of these OptPerfs (C sec. 3.3).
-
-    Within a step time, computing or communication limits a worker, whichever allows it fewer samples. The bounds of its
-    samples do not matter here.
-
-    Args:
-        cluster: time model of all workers.
-        step_times: seconds, from :func:`solve_step_times`.
-
-    Returns:
-        One bit per worker, the first worker first, in whole bytes; the same for equal overlap states.
-
-    Example:
-        >>> from lightning_hetero.core.timing.step_time import NodeTimeModel
-        >>> nodes = NodeTimeModel(0, 0, 0.001, 0), NodeTimeModel(0, 0.1, 0.003, 0)
-        >>> cluster = ClusterTimeModel(nodes, gamma=0.5, t_o=0.05)
-        >>> [f"{state[0]:08b}" for state in overlap_state(cluster, [0.08, 0.12, 0.3])]
-        ['00000000', '10000000', '11000000']
-    """
-    alpha_1, beta_1, alpha_2, beta_2 = cluster.coefficients()
-    return [np.packbits((t - beta_1) / alpha_1 <= (t - beta_2) / alpha_2).tobytes() for t in np.asarray(step_times)]
 
 
 def static_sizes(

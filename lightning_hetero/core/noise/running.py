@@ -1,8 +1,11 @@
-"""Running average of the gradient noise scale, which follows changes during training."""
+"""Running average of the gradient noise scale, which follows changes during training, and what it leaves open."""
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.noise.estimators import noise_scale_of
@@ -10,40 +13,47 @@ from lightning_hetero.core.validation import check_number
 
 __all__ = ["RunningNoiseScale"]
 
+Array = npt.NDArray[np.float64]
+
+SCALES = np.geomspace(1e-2, 1e2, 33)
+"""Noise scales that are thought possible, in totals, each as likely as the next before anything was seen."""
+PRIOR_SPREADS, PRIOR_ROUNDS, MOST_ROUNDS = (0.5, 0.2), 3.0, 20.0
+"""Standard deviations of ``S`` and of ``|g|^2`` of a single step as shares, and how many rounds of steps they count as;
+those that were seen are averages of twenty rounds at most."""
+
 
 @checked_keywords
 @dataclass(frozen=True, slots=True)
 class RunningNoiseScale:
     """Noise scale over many steps: ``tr(Sigma)`` and ``|g|^2`` are averaged separately, then divided.
 
-    The averages fade with samples, not with steps: the weight of a sample falls to ``1 / e`` after ``horizon`` further
-    ones, so the estimate looks back equally far at every batch size. Bias-corrected from the first step on.
+    A step weighs as many samples as it has, and ``1 / e`` of that after ``horizon`` further steps. How sure the
+    averages are follows from the spread of what was seen around what was expected.
 
     Args:
-        horizon: samples after which the weight of an observation has fallen to ``1 / e``, above 0.
+        horizon: steps after which the weight of an observation has fallen to ``1 / e``, above 0.
         trace_sum: weighted sum of ``S``.
         sq_norm_sum: weighted sum of ``|g|^2`` of the global gradient.
         inverse_sum: weighted sum of ``1 / B``.
-        weight: sum of weights.
+        weight: sum of weights, in samples.
         samples: samples seen.
         skipped: steps left out because a norm was not finite.
         biased: whether a part rests on successive steps.
-        trace_squares: weighted sum of ``S^2``.
-        norm_squares: weighted sum of ``|g|^4``.
-        products: weighted sum of ``S |g|^2``.
-        weight_squares: sum of squared weights.
+        trace_squares: sum of squares of ``S`` times its weight.
+        norm_squares: sum of squares of ``|g|^2`` times its weight.
+        trace_spread: variance of ``S`` of a single step, as a share of its square.
+        norm_spread: variance of ``|g|^2`` of a single step, as a share of its square.
+        rounds: updates that these variances are means of.
 
     Example:
-        >>> running = RunningNoiseScale(horizon=1e6)
+        >>> running = RunningNoiseScale()
         >>> for _ in range(3):
         ...     running = running.update(trace=4.0, global_sq_norm=1.5, total_batch_size=8)
         >>> round(running.grad_sq_norm, 6), round(running.trace, 6), round(running.noise_scale, 6)
         (1.0, 4.0, 4.0)
     """
 
-    min_steps_for_error: ClassVar[float] = 8.0
-    """Number of steps below which :attr:`relative_error` is infinite, because the spread of few steps says little."""
-    horizon: float = 50_000.0
+    horizon: float = 60.0
     trace_sum: float = 0.0
     sq_norm_sum: float = 0.0
     inverse_sum: float = 0.0
@@ -53,8 +63,9 @@ class RunningNoiseScale:
     biased: bool = False
     trace_squares: float = 0.0
     norm_squares: float = 0.0
-    products: float = 0.0
-    weight_squares: float = 0.0
+    trace_spread: float = PRIOR_SPREADS[0] ** 2
+    norm_spread: float = PRIOR_SPREADS[1] ** 2
+    rounds: float = PRIOR_ROUNDS
 
     def __post_init__(self) -> None:
         check_number("horizon", self.horizon, low=0.0, include_low=False)
@@ -83,42 +94,36 @@ class RunningNoiseScale:
         check_number("total_batch_size", total_batch_size, low=0.0, include_low=False)
         if not (math.isfinite(trace) and math.isfinite(global_sq_norm)):
             return self.left_out(math.ceil(steps))
-        fade = math.exp(-steps * total_batch_size / self.horizon)
-        share = 1.0 - fade
+        seen = self
+        if self.trace > 0:
+            norm = self.grad_sq_norm + self.trace / total_batch_size
+            seen = replace(
+                self,
+                trace_spread=self._spread(self.trace_spread, trace / self.trace, self.trace_squares, self.trace, steps),
+                norm_spread=self._spread(self.norm_spread, global_sq_norm / norm, self.norm_squares, norm, steps),
+                rounds=min(self.rounds + 1.0, MOST_ROUNDS),
+            )
+        fade, weight = math.exp(-steps / self.horizon), steps * total_batch_size
         return replace(
-            self,
-            trace_sum=fade * self.trace_sum + share * trace,
-            sq_norm_sum=fade * self.sq_norm_sum + share * global_sq_norm,
-            inverse_sum=fade * self.inverse_sum + share / total_batch_size,
-            weight=fade * self.weight + share,
-            samples=self.samples + steps * total_batch_size,
+            seen,
+            trace_sum=fade * self.trace_sum + weight * trace,
+            sq_norm_sum=fade * self.sq_norm_sum + weight * global_sq_norm,
+            inverse_sum=fade * self.inverse_sum + steps,
+            weight=fade * self.weight + weight,
+            samples=self.samples + weight,
             biased=self.biased or biased,
-            trace_squares=fade * self.trace_squares + share * trace**2,
-            norm_squares=fade * self.norm_squares + share * global_sq_norm**2,
-            products=fade * self.products + share * trace * global_sq_norm,
-            weight_squares=fade**2 * self.weight_squares + share**2,
+            trace_squares=fade**2 * self.trace_squares + (weight * trace) ** 2 / steps,
+            norm_squares=fade**2 * self.norm_squares + (weight * global_sq_norm) ** 2 / steps,
         )
+
+    def _spread(self, before: float, ratio: float, squares: float, expected: float, steps: float) -> float:
+        """Return the variance of a single step, after a mean of some steps and its ratio to what was expected."""
+        of_mean = 1.0 / steps + squares / (self.weight * expected) ** 2  # of the new mean, and of what was expected
+        return before + ((ratio - 1.0) ** 2 / of_mean - before) / min(self.rounds + 1.0, MOST_ROUNDS)
 
     def left_out(self, steps: int) -> "RunningNoiseScale":
         """Count steps that were left out; the estimate stays."""
         return replace(self, skipped=self.skipped + steps) if steps else self
-
-    def merge(self, other: "RunningNoiseScale") -> "RunningNoiseScale":
-        """Merge two estimates by their weights, e.g. of two parts of a run that were observed separately."""
-        return RunningNoiseScale(
-            self.horizon,
-            self.trace_sum + other.trace_sum,
-            self.sq_norm_sum + other.sq_norm_sum,
-            self.inverse_sum + other.inverse_sum,
-            self.weight + other.weight,
-            self.samples + other.samples,
-            self.skipped + other.skipped,
-            self.biased or other.biased,
-            self.trace_squares + other.trace_squares,
-            self.norm_squares + other.norm_squares,
-            self.products + other.products,
-            self.weight_squares + other.weight_squares,
-        )
 
     @property
     def trace(self) -> float:
@@ -138,27 +143,43 @@ class RunningNoiseScale:
         return noise_scale_of(self.trace, self.grad_sq_norm)
 
     @property
-    def relative_error(self) -> float:
-        """Standard error of :attr:`noise_scale` as a share of it; infinite where too few steps were seen.
+    def posterior(self) -> tuple[Array, Array]:
+        """Noise scales in samples, shape ``(scales,)``, and how likely each is by what was seen.
 
-        From the variance of single steps, with ``d ln phi = dS / S - (d|g|^2 - mean(1 / B) dS) / |G|^2``.
+        For a noise scale ``phi``, ``|g|^2`` is ``S (1 / B + 1 / phi)`` on average. Both means are taken for normal.
 
         Example:
-            >>> running = RunningNoiseScale(horizon=1e6)
-            >>> for trace in (3.0, 5.0) * 50:
-            ...     running = running.update(trace=trace, global_sq_norm=1.5, total_batch_size=8)
-            >>> round(running.relative_error, 4)  # a quarter of S, over ten, and as much again by way of |G|^2
-            0.0375
+            >>> running = RunningNoiseScale().update(trace=4.0, global_sq_norm=1.5, total_batch_size=8, steps=50)
+            >>> scales, shares = running.posterior
+            >>> round(float(shares @ scales), 1), round(float(shares[(scales > 2.0) & (scales < 8.0)].sum()), 1)
+            (4.1, 1.0)
         """
-        w, signal = self.weight, self.grad_sq_norm
-        count = w**2 / self.weight_squares if self.weight_squares else 0.0
-        if count < self.min_steps_for_error or not signal > 0 or not self.trace > 0:
-            return math.inf
-        s, n, inverse = self.trace_sum / w, self.sq_norm_sum / w, self.inverse_sum / w
-        by_s, by_n = 1.0 / s + inverse / signal, -1.0 / signal
-        variance = by_s**2 * (self.trace_squares / w - s * s) + by_n**2 * (self.norm_squares / w - n * n)
-        variance += 2.0 * by_s * by_n * (self.products / w - s * n)
-        return math.sqrt(max(variance, 0.0) / count)
+        w, s = self.weight, self.trace
+        if not s > 0:
+            return np.zeros(1), np.ones(1)
+        inverse = self.inverse_sum / w
+        per_trace = inverse * (1.0 + 1.0 / SCALES)
+        variance = self.norm_spread * self.norm_squares + per_trace**2 * self.trace_spread * self.trace_squares
+        log = -0.5 * ((self.sq_norm_sum - per_trace * s * w) ** 2 / variance + np.log(variance))
+        likely = np.exp(log - log.max())
+        return SCALES / inverse, likely / likely.sum()
+
+    def efficiency(self, totals: Array, initial_total: float) -> Array:
+        """Return the expected efficiency of a sample at totals, relative to one at ``B_0``; NaN while nothing is known.
+
+        Args:
+            totals: ``B``, shape ``(totals,)``.
+            initial_total: ``B_0``.
+
+        Example:
+            >>> running = RunningNoiseScale().update(trace=4.0, global_sq_norm=1.5, total_batch_size=8, steps=50)
+            >>> running.efficiency(np.array([8.0, 16.0, 800.0]), 8.0).round(2).tolist()
+            [1.0, 0.6, 0.02]
+        """
+        if math.isnan(self.noise_scale):
+            return np.full(totals.shape, math.nan)
+        scales, likely = self.posterior
+        return np.asarray(likely @ ((scales + initial_total)[:, None] / (scales[:, None] + totals)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain Python values, fit for any checkpoint."""

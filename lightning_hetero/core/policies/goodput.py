@@ -6,27 +6,33 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from lightning_hetero.core.batching.goodput import (
     Candidate,
-    TotalSettings,
     Window,
     candidate_totals,
     choose_total,
     goodput_of,
     in_equal_parts,
+    step_times,
     windows_of,
 )
-from lightning_hetero.core.batching.optperf_cache import SolvedTotals
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.planning.planner import SOON, PerfModelPlanner
 from lightning_hetero.core.policies.base import Decision, PlanContext, Proposal
 from lightning_hetero.core.rounded import rounded
-from lightning_hetero.core.timing.step_time import ClusterTimeModel
 
 __all__ = ["GoodputPlanner"]
+
+Array = npt.NDArray[np.float64]
+
+PROBE = 1.5
+"""Factor to the next total if a worker has been seen at one size only: enough to tell its fixed time."""
+MOST_WASTE = 0.2
+"""Largest loss of efficiency for that, as a share; it lasts until the next sync round."""
 
 
 @checked_keywords
@@ -35,12 +41,12 @@ class GoodputPlanner:
     """Split by the time model, and the total with the highest goodput.
 
     A total that exceeds the memory of all workers runs as several micro-batches; their number changes only between
-    epochs, because a window must not be cut. While a worker has been seen at one size only, its time model has no
-    constant part, and every total would promise the same throughput. The next total is then a probe: 1.5 times as
-    large or, if that would waste more than a fifth of the samples, smaller by the same factor.
+    epochs, because a window must not be cut.
 
-    One decision changes the total by a factor of two at most, or of 16 where that pays even if the noise scale is off
-    by two standard errors. As for the split, a change has to gain more than it costs while it holds.
+    Efficiency is the mean over the noise scales that the measurements allow, so the total jumps as far as they support.
+    As for the split, a change has to gain more than it costs while it holds. While a worker has been seen at one size
+    only, the constant part of its time is a guess; where no larger total seems better, the next one is then a probe:
+    1.5 times as large or, if that would waste more than a fifth of the samples, smaller by the same factor.
 
     Args:
         max_total_batch_size: greatest total, ``>= 1``.
@@ -52,16 +58,14 @@ class GoodputPlanner:
         micro_batch_limit: samples of all workers together in one micro-batch if no bounds are known, ``None`` for no
             limit.
         table: candidates of the last decision.
-        solved: their step times, kept from one decision to the next.
         steps: observed steps since the total changed.
         accumulation: micro-batches of the total in use.
         moves_total: tells the engine that a resumed run continues with the total that it reached.
-        total_settings: limits and margins of a change of the total.
 
     Example:
         >>> from lightning_hetero.core.noise.running import RunningNoiseScale
         >>> import numpy as np
-        >>> noise = RunningNoiseScale().update(trace=900.0, global_sq_norm=1.0 + 900 / 40, total_batch_size=40)
+        >>> noise = RunningNoiseScale().update(trace=900.0, global_sq_norm=23.5, total_batch_size=40, steps=50)
         >>> context = PlanContext(40, ("a", "b"), (1, 1), noise=noise)
         >>> sizes = np.array([[20.0, 20.0], [30.0, 10.0]] * 20)
         >>> zeros = np.zeros_like(sizes)
@@ -69,22 +73,20 @@ class GoodputPlanner:
         >>> obs = StepObservations(sizes, zeros, seconds, zeros, zeros, zeros, zeros)
         >>> planner, proposal = GoodputPlanner(400, initial_total=40).decide(obs, BatchPlan(40, (30, 10)), context)
         >>> proposal.plan.total_batch_size, proposal.plan.local_batch_sizes
-        (80, (60, 20))
+        (249, (186, 63))
     """
 
     max_total_batch_size: int
     min_total_batch_size: int | None = None
     hysteresis: float = 0.02
-    min_steps: int = 8
+    min_steps: int = 4
     model: PerfModelPlanner = field(default_factory=PerfModelPlanner)
     initial_total: int | None = None
     micro_batch_limit: int | None = None
     table: tuple[Candidate, ...] = ()
-    solved: SolvedTotals = SolvedTotals()
     steps: int = 0
     accumulation: int = 1
     moves_total: bool = True
-    total_settings: TotalSettings = TotalSettings()
 
     def initial(self, context: PlanContext) -> Proposal | None:
         """Propose what the time model's planner proposes."""
@@ -102,18 +104,20 @@ class GoodputPlanner:
             self, model=model, steps=self.steps + observations.num_steps, accumulation=context.accumulation
         )
         cluster = model.cluster(replace(context, accumulation=1))
-        if cluster is None or self.noise_scale(context) is None or self.initial_total is None:
+        if cluster is None:
             return replace(by_model, planner=planner)
         total = current.total_batch_size * context.accumulation
         windows = planner.windows(total, context)
-        planner = replace(planner, solved=planner._solve(cluster, windows, total, context))
-        planner = replace(planner, table=planner.candidates(planner.solved.times(windows), context))
+        times = step_times(cluster, windows, context.min_local, context.max_local, context.multiple)
+        planner = replace(planner, table=planner.candidates(times, context))
         now = planner.current(planner.table, total)
         if planner.steps < self.min_steps or now is None:
             return replace(by_model, planner=planner)
-        probe = _probe(planner.table, now, self.total_settings)
-        explores = _tells(model, _plan(model, probe, context), context)
-        chosen = probe if explores else planner._choose(total, context)
+        chosen, explores = choose_total(planner.table, total, hysteresis=self.hysteresis), False
+        if chosen.total_batch_size <= total:  # without a step's constant part, no total seems too small
+            probe = _probe(planner.table, now)
+            explores = _tells(model, _plan(model, probe, context), context)
+            chosen = probe if explores else chosen
         if chosen.total_batch_size == total or not (explores or planner._pays(chosen, now, model, context)):
             return replace(by_model, planner=planner)
         plan, gain = _plan(model, chosen, context), chosen.goodput / now.goodput - 1.0
@@ -124,42 +128,22 @@ class GoodputPlanner:
         planner, soon = replace(planner, steps=0, accumulation=chosen.accumulation), gain > SOON
         return replace(by_model, planner=planner, proposal=Proposal(plan, reason), soon=explores or soon, kept=None)
 
-    def _choose(self, total: int, context: PlanContext) -> Candidate:
-        """Choose the best total: nearby by the estimated noise scale, farther away by the worst case of its error."""
-        growth = self.total_settings.max_growth
-        near = [c for c in self.table if total / growth <= c.total_batch_size <= total * growth]
-        best = choose_total(near, total, hysteresis=self.hysteresis)
-        error = self.total_settings.noise_scale_errors * self._error(context)
-        if not error < 1.0 or len(near) == len(self.table):
-            return best
-
-        scale = self.noise_scale(context)
-        assert scale is not None
-        totals, throughput = np.array([(c.total_batch_size, c.throughput) for c in self.table]).T
-        # goodput relative to the best one nearby if the noise scale errs to this candidate's disadvantage
-        phi = scale * np.where(totals > total, 1.0 - error, 1.0 + error)
-        efficiency = 1.0 if math.isinf(scale) else (phi + best.total_batch_size) / (phi + totals)
-        cautious = throughput * efficiency / best.throughput
-        far = int(cautious.argmax())
-        return self.table[far] if cautious[far] > 1.0 + self.hysteresis else best
-
     def _pays(self, chosen: Candidate, now: Candidate, model: PerfModelPlanner, context: PlanContext) -> bool:
         """Return whether a total gains more while it holds than the change costs, by the same rule as for the split."""
         gain = 1.0 - now.goodput / chosen.goodput
         return gain > 0.0 and model.pays(gain, now.step_time, context)
 
-    def _error(self, context: PlanContext) -> float:
-        """Return the relative standard error of the noise scale."""
-        return math.inf if context.noise is None else context.noise.relative_error
-
-    def noise_scale(self, context: PlanContext) -> float | None:
-        """Return the noise scale for the efficiency, in samples; ``None`` keeps the total."""
-        return None if context.noise is None else context.noise.noise_scale
+    def efficiencies(self, totals: Array, context: PlanContext) -> Array:
+        """Return the efficiency of a sample at each total, relative to the initial one; NaN keeps the total."""
+        if context.noise is None or self.initial_total is None:
+            return np.full(totals.shape, math.nan)
+        return context.noise.efficiency(totals, self.initial_total)
 
     def ground(self, context: PlanContext) -> str:
         """Return the grounds of a change of the total, for the log."""
-        scale = self.noise_scale(context)
-        return f"at a noise scale of {rounded(math.nan if scale is None else scale)} samples"
+        return (
+            f"at a noise scale of {rounded(math.nan if context.noise is None else context.noise.noise_scale)} samples"
+        )
 
     def windows(self, total: int, context: PlanContext) -> tuple[Window, ...]:
         """Return the current total and every one that may follow it, each with the number of its micro-batches.
@@ -169,15 +153,13 @@ class GoodputPlanner:
             context: bounds, and whether the number of micro-batches may change.
         """
         least = sum(context.min_local) * (1 if context.epoch_begins else context.accumulation)
-        settings = self.total_settings
-        certain = self._error(context) < 1.0 / settings.noise_scale_errors
-        farthest = settings.max_certain_growth if certain else settings.max_growth
-        low = max(least, self.min_total_batch_size or 1, round(total / farthest))
-        high = min(self.max_total_batch_size, round(total * farthest))
+        low, high = max(least, self.min_total_batch_size or 1), self.max_total_batch_size
         limit = self.micro_batch_limit if context.max_local is None else sum(context.max_local)
         count = None if context.epoch_begins else context.accumulation
         grid = () if high < low else candidate_totals(low, high)
-        full = () if limit is None else range(-(-low // limit) * limit, high + 1, limit)  # full micro-batches
+        full: Sequence[int] = ()
+        if limit is not None and -(-low // limit) <= high // limit:
+            full = [limit * number for number in candidate_totals(-(-low // limit), high // limit)]
         parts = [in_equal_parts(b, limit, count, context.multiple) for b in (*grid, *full)]
         return windows_of(
             [total, *[b for b in parts if b >= low]],
@@ -187,30 +169,6 @@ class GoodputPlanner:
             accumulation=count,
         )
 
-    def _solve(
-        self, cluster: ClusterTimeModel, windows: Sequence[Window], total: int, context: PlanContext
-    ) -> SolvedTotals:
-        """Return the step times to choose by: the kept ones, with those that the choice rests on renewed, or all anew.
-
-        The choice rests on the current and the chosen total. The least and the greatest total are renewed as well,
-        because the estimate of a worker's fixed time may change without a change of its time at the current total.
-        """
-        solved, bounds = self.solved, (context.min_local, context.max_local, context.multiple)
-        if not solved.holds(windows, *bounds):
-            return SolvedTotals.solve(cluster, windows, *bounds)
-        asked = {*windows[:1], *windows[-1:], *(window for window in windows if window[0] == total)}
-        renewed: set[Window] = set()
-        while asked - renewed:
-            newest = solved.renewed(cluster, sorted(asked - renewed), self.total_settings)
-            if newest is None:
-                return SolvedTotals.solve(cluster, windows, *bounds)
-            solved, renewed = newest, renewed | asked
-            table = self.candidates(solved.times(windows), context)
-            if self.current(table, total) is not None:
-                chosen = choose_total(table, total, hysteresis=self.hysteresis)
-                asked = {(chosen.total_batch_size, chosen.accumulation)}
-        return solved
-
     def candidates(self, times: Mapping[Window, float], context: PlanContext) -> tuple[Candidate, ...]:
         """Return the goodput of candidates whose step times are known.
 
@@ -218,10 +176,7 @@ class GoodputPlanner:
             times: seconds of an optimizer step, by total and number of micro-batches.
             context: noise.
         """
-        noise_scale = self.noise_scale(context)
-        assert noise_scale is not None
-        assert self.initial_total is not None
-        return goodput_of(times, noise_scale=noise_scale, initial_total=self.initial_total)
+        return goodput_of(times, self.efficiencies(np.array([float(total) for total, _ in times]), context))
 
     def current(self, table: Sequence[Candidate], total: int) -> Candidate | None:
         """Return the candidate that runs now, ``None`` before there is a table."""
@@ -235,7 +190,6 @@ class GoodputPlanner:
             "micro_batch_limit": self.micro_batch_limit,
             "steps": self.steps,
             "accumulation": self.accumulation,
-            "solved": self.solved.state_dict(),
         }
 
     def loaded(self, state: dict[str, Any]) -> "GoodputPlanner":
@@ -247,7 +201,6 @@ class GoodputPlanner:
             micro_batch_limit=state["micro_batch_limit"],
             steps=int(state["steps"]),
             accumulation=int(state["accumulation"]),
-            solved=SolvedTotals.from_state_dict(state["solved"]) if "solved" in state else SolvedTotals(),
         )
 
 
@@ -264,11 +217,11 @@ def _tells(model: PerfModelPlanner, plan: BatchPlan, context: PlanContext) -> bo
     return bool(np.any(once & ~here.any(axis=1)))
 
 
-def _probe(table: Sequence[Candidate], now: Candidate, settings: TotalSettings) -> Candidate:
-    """Return the candidate nearest to ``probe_factor`` times the total; a smaller one if that wastes too much."""
+def _probe(table: Sequence[Candidate], now: Candidate) -> Candidate:
+    """Return the candidate nearest to ``PROBE`` times the total; a smaller one if that wastes too much."""
     larger = [c for c in table if c.total_batch_size > now.total_batch_size]
-    larger = [c for c in larger if c.efficiency >= (1 - settings.max_probe_waste) * now.efficiency]
+    larger = [c for c in larger if c.efficiency >= (1 - MOST_WASTE) * now.efficiency]
     smaller = [c for c in table if c.total_batch_size < now.total_batch_size and not math.isnan(c.efficiency)]
-    others, factor = (larger, settings.probe_factor) if larger else (smaller, 1 / settings.probe_factor)
+    others, factor = (larger, PROBE) if larger else (smaller, 1 / PROBE)
     distances = [abs(c.total_batch_size / now.total_batch_size - factor) for c in others]
     return others[distances.index(min(distances))] if others else now

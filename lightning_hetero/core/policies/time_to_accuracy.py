@@ -128,10 +128,10 @@ class TimeToAccuracyPlanner(GoodputPlanner):
             return self.profile(density, total)
         return assumed_penalty(density, link.density, link.step, link.stale and link.may_be_stale)
 
-    def noise_scale(self, context: PlanContext) -> float | None:
-        """Return infinity where the total is fixed or the profile covers its cost; else the gradient noise scale."""
+    def efficiencies(self, totals: Array, context: PlanContext) -> Array:
+        """Return 1 where the total is fixed or the profile covers its cost; else the efficiency by the noise scale."""
         fixed = not self.moves_batch or self.profile is not None
-        return math.inf if fixed else super().noise_scale(context)
+        return np.ones_like(totals) if fixed else super().efficiencies(totals, context)
 
     def ground(self, context: PlanContext) -> str:
         """Return the grounds of a change of the total, for the log."""

@@ -11,7 +11,7 @@ from lightning_hetero.core.rounded import rounded
 
 __all__ = ["MIN_STEPS", "Gain", "GainMeter"]
 
-MIN_STEPS = 4
+MIN_STEPS = 3
 """Fewest timed steps that give a median."""
 
 

@@ -22,7 +22,7 @@ class NoiseTrajectory:
     Args:
         scale: noise scale in samples, above 0, by the samples so far.
         errors: relative standard deviations of ``tr(Sigma)`` and of ``|g|^2`` of a single step.
-        horizon: samples over which the estimate looks back.
+        horizon: steps over which the estimate looks back.
 
     Raises:
         TypeError: if ``scale`` is no function, or an error no number.
