@@ -31,7 +31,7 @@ MEMBERS = {
     "lightning_hetero.core.GoodputPlanner": "windows, candidates, current",
     "lightning_hetero.core.NoiseScaleEstimate": "noise_scale",
     "lightning_hetero.core.RunningNoiseScale": (
-        "update, left_out, merge, trace, grad_sq_norm, noise_scale, state_dict, from_state_dict"
+        "update, left_out, trace, grad_sq_norm, noise_scale, posterior, efficiency, state_dict, from_state_dict"
     ),
     "lightning_hetero.optim.LearningRateMultiplier": "steps, remove",
     "lightning_hetero.optim.AdamPreconditioner": "squares",
