@@ -17,6 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import _families
 import numpy as np
 from _closed_total import Ramp, training
 from _clusters import CLUSTERS, NOISES, POLICIES, Noise, job, simulator, totals
@@ -115,7 +116,13 @@ def prediction(case: dict[str, Any]) -> dict[str, Any]:
     return {**case, "off": float(np.median(off)), "worst off": float(np.max(off)), "inside": float(np.mean(inside))}
 
 
-SPECIAL = {"total": adaptive, "prediction": prediction}
+def family(case: dict[str, Any]) -> dict[str, Any]:
+    """Devices, noise and speeds on which a planner that fits lines may fail."""
+    return {**case, **_families.run(case["kind"].partition(" ")[2], FAMILY_POLICIES[case["policy"]](), case["seed"])}
+
+
+FAMILY_POLICIES = {name: POLICIES[name] for name in ("perf_model", "pid", "even")} | {"one line": _families.OneLine}
+SPECIAL = {"total": adaptive, "prediction": prediction, "family": family}
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
@@ -223,6 +230,13 @@ MOVEMENTS = {
 }
 
 
+def of_kind(kind: str, policies: Sequence[str]) -> list[str]:
+    """Those of the policies that a kind is for, and for families the plain alternative as well."""
+    if kind.startswith("family"):
+        return [*(policy for policy in policies if policy in FAMILY_POLICIES), "one line"]
+    return [policy for policy in policies if policy == "perf_model" or kind.split()[0] not in SPECIAL]
+
+
 def cases(quick: bool, only: Sequence[str], policies: Sequence[str], first_seed: int = 0) -> list[dict[str, Any]]:
     """Every run."""
     found: list[dict[str, Any]] = []
@@ -232,7 +246,12 @@ def cases(quick: bool, only: Sequence[str], policies: Sequence[str], first_seed:
         if only and not any(kind.startswith(name) for name in only):
             return
         for policy, cluster, workload, regime, noise, seed in itertools.product(
-            policies, clusters, workloads, regimes, noises, range(first_seed, first_seed + (1 if quick else seeds))
+            of_kind(kind, policies),
+            clusters,
+            workloads,
+            regimes,
+            noises,
+            range(first_seed, first_seed + (1 if quick else seeds)),
         ):
             found.append(
                 {"kind": kind, "policy": policy, "cluster": cluster, "workload": workload, "regime": regime,
@@ -256,7 +275,8 @@ def cases(quick: bool, only: Sequence[str], policies: Sequence[str], first_seed:
     add("bursts 4", "ABC", ("ResNet50",), ("compute", "mixed"), ("2 %", "8 %"), 4)
     for kind in ("leaves", "joins"):
         add(kind, "ABC", ("ResNet50",), every, ("2 %", "8 %"), 3)
-    policies = [policy for policy in policies if policy == "perf_model"]
+    for kind in _families.FAMILIES:
+        add(f"family {kind}", [""], ("",), ("family",), ("",), 3)
     for movement in ("stands", "jumps", "walks"):
         add(f"total {movement}", "AB", ("NeuMF", "BERT", "ResNet50"), ("total",), ("2 %", "8 %"), 3)
     add("prediction", "ABC", ("ResNet50", "BERT"), every, ("2 %", "8 %"), 3)
@@ -279,6 +299,7 @@ COLUMNS = (
     "moving share",
     "worst step",
     "share",
+    "speed",
     "to 5 %",
     "to 1 %",
     "for good 5 %",
@@ -288,7 +309,7 @@ COLUMNS = (
 )
 
 
-LARGE = ("share", "time", "goodput", "inside")
+LARGE = ("share", "time", "goodput", "inside", "speed")
 """Parts of the names of figures of which the least is the worst."""
 
 
@@ -300,7 +321,7 @@ def summary(
     for result in results:
         if not result.get("skipped"):
             size = result["cluster"] if isinstance(result["cluster"], str) else f"equal {len(result['cluster'])}"
-            size = "A B C" if len(size) == 1 else size
+            size = "A B C" if len(size) == 1 else size or str(_families.FAMILIES[result["kind"][7:]].workers)
             groups.setdefault((*(result[name] for name in by), size, result["policy"]), []).append(result)
     rows = []
     for key, runs in groups.items():

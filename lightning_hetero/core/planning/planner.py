@@ -52,6 +52,8 @@ SHORT_STEP = 0.015
 """Seconds of a step below which workers can hardly be balanced."""
 SOON = 0.02
 """Gain from which on the next round should come early, since more is likely to follow."""
+YOUNG = 64.0
+"""Steps of a run until which the next round also comes early to make sure of such a gain."""
 HORIZON = 256.0
 """Steps for which a split is assumed to hold in a young run; later on, as many as the run has had."""
 
@@ -296,7 +298,8 @@ class PerfModelPlanner:
                 split, gain(split), self._why(workers, first=first) if new else back, new, seen, current, context
             )
         if best != here:
-            return Decision(self, kept=f"too little is known of the workers: {other}, and {least:.1%} may be luck")
+            few = f"too little is known of the workers: {other}, and {least:.1%} may be luck"
+            return Decision(self, kept=few, soon=gain(best) > SOON and self.steps < YOUNG)
         if (probe := self._probe(workers, curves, running, low, high, context)) is not None:
             why = "a sample moves from the slowest to the fastest, to learn what it costs"
             return self._change(probe, gain(probe), why, False, seen, current, context)
