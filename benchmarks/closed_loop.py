@@ -118,7 +118,7 @@ def prediction(case: dict[str, Any]) -> dict[str, Any]:
 
 def family(case: dict[str, Any]) -> dict[str, Any]:
     """Devices, noise and speeds on which a planner that fits lines may fail."""
-    return {**case, **_families.run(case["kind"].partition(" ")[2], FAMILY_POLICIES[case["policy"]](), case["seed"])}
+    return {**case, **_families.run(case["cluster"], FAMILY_POLICIES[case["policy"]](), case["seed"])}
 
 
 FAMILY_POLICIES = {name: POLICIES[name] for name in ("perf_model", "pid", "even")} | {"one line": _families.OneLine}
@@ -232,7 +232,7 @@ MOVEMENTS = {
 
 def of_kind(kind: str, policies: Sequence[str]) -> list[str]:
     """Those of the policies that a kind is for, and for families the plain alternative as well."""
-    if kind.startswith("family"):
+    if kind == "family":
         return [*(policy for policy in policies if policy in FAMILY_POLICIES), "one line"]
     return [policy for policy in policies if policy == "perf_model" or kind.split()[0] not in SPECIAL]
 
@@ -275,8 +275,7 @@ def cases(quick: bool, only: Sequence[str], policies: Sequence[str], first_seed:
     add("bursts 4", "ABC", ("ResNet50",), ("compute", "mixed"), ("2 %", "8 %"), 4)
     for kind in ("leaves", "joins"):
         add(kind, "ABC", ("ResNet50",), every, ("2 %", "8 %"), 3)
-    for kind in _families.FAMILIES:
-        add(f"family {kind}", [""], ("",), ("family",), ("",), 3)
+    add("family", [*_families.FAMILIES], ("",), ("",), ("",), 3)
     for movement in ("stands", "jumps", "walks"):
         add(f"total {movement}", "AB", ("NeuMF", "BERT", "ResNet50"), ("total",), ("2 %", "8 %"), 3)
     add("prediction", "ABC", ("ResNet50", "BERT"), every, ("2 %", "8 %"), 3)
@@ -321,7 +320,7 @@ def summary(
     for result in results:
         if not result.get("skipped"):
             size = result["cluster"] if isinstance(result["cluster"], str) else f"equal {len(result['cluster'])}"
-            size = "A B C" if len(size) == 1 else size or str(_families.FAMILIES[result["kind"][7:]].workers)
+            size = "A B C" if len(size) == 1 else size
             groups.setdefault((*(result[name] for name in by), size, result["policy"]), []).append(result)
     rows = []
     for key, runs in groups.items():
