@@ -33,7 +33,7 @@ class AdaptiveBatchCallback(PolicyCallback):
     that a sample brings relative to one at the initial total ``B_0`` (Cannikin, sec. 4.1). ``phi`` is the gradient
     noise scale, for which a :class:`GNSCallback` is added unless there is one; ``B_0`` is the DataLoader's ``batch_size
     * world_size``, times ``accumulate_grad_batches``. Totals are reconsidered at each epoch and, with the plan, inside
-    long ones. One decision changes the total by a factor of two at most, or of 16 where the noise scale is certain.
+    long ones. A total jumps as far as the measured noise scale supports: efficiency is a mean over those that may be.
 
     The scheduled learning rate is multiplied by a factor while the optimizer steps, see
     :mod:`lightning_hetero.core.batching.lr_scaling`; the scheduler does not see it. Logs ``hetero/goodput`` (samples

@@ -4,11 +4,13 @@
 """
 
 import csv
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from lightning_hetero.core.batching.goodput import Candidate
@@ -154,12 +156,15 @@ class AdaptiveTotal:
         trace, grad_sq_norm = (float("nan"),) * 2 if noise is None else (noise.trace, noise.grad_sq_norm)
         initial = float(planner.initial_total or 0)
         totals = {entry.plan.total_batch_size for entry in engine.history.entries}
-        gains = {
-            total: lr_gain(self.lr_scaling, total * planner.accumulation, initial, trace, grad_sq_norm)
-            if total * planner.accumulation != initial
-            else 1.0
-            for total in totals
-        }
+
+        def gain(total: int) -> float:
+            if total == initial:
+                return 1.0
+            if self.lr_scaling == "adascale" and noise is not None and not math.isnan(noise.noise_scale):
+                return float(total / initial * noise.efficiency(np.array([float(total)]), initial)[0])
+            return lr_gain(self.lr_scaling, total, initial, trace, grad_sq_norm)
+
+        gains = {total: gain(total * planner.accumulation) for total in totals}
         effective = engine.history.last.plan.total_batch_size * planner.accumulation
         return gains, planner.accumulation, planner.current(planner.table, effective)
 

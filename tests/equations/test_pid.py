@@ -119,6 +119,16 @@ def test_a_sample_that_made_the_step_longer_is_taken_back_and_not_moved_again():
     assert len(loop.changed) == 2
 
 
+def test_a_sample_is_not_moved_to_and_fro_between_workers_that_are_alike():
+    """Noise picks another pair each time, and says now and then that it helped."""
+    taken = dict(zip((16, 32, 8, 40), (0.161, 0.16, 0.084, 0.159), strict=True))
+    rates = np.array([taken[b] / b for b in (16, 32, 8, 32, 16, 40)])
+    ctx = {"min_local": (8,) * 6, "multiple": 8}
+    for seed in range(4):
+        loop = Loop((16, 32, 8, 32, 16, 40), noise=0.1, steps=8, seed=seed, **ctx).run(lines(rates), 100)
+        assert len(loop.changed) <= 8
+
+
 def test_noise_causes_no_oscillation_and_splits_no_equal_workers(seed):
     times = lines([0.001, 0.002, 0.004, 0.006], [0.01, 0.0, 0.02, 0.0])
     loop = Loop(even_sizes(512, 4), noise=0.03, seed=seed, steps=10).run(times, 50)

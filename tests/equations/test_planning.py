@@ -44,6 +44,12 @@ def test_a_split_is_found_at_once_where_a_time_hardly_depends_on_the_samples(mon
     assert found.sum() == 30_000
     assert np.ptp(found) <= 1
     assert len(calls) < 3 * workers
+    calls.clear()
+    at, seconds = np.tile([[0.0], [1500.0], [1e5]], 2), np.array([[0.004, 0.001], [0.018, 0.01], [0.018, 0.8]])
+    found = solve(
+        [(at, seconds)], np.ones(2), np.array([1e5, 1500.0]), 50_000
+    )  # the first one takes any number in 18 ms
+    assert (found.sum(), len(calls) < 10) == (50_000, True)
 
 
 def test_a_size_that_ran_counts_as_measured_and_others_follow_the_line():

@@ -47,7 +47,7 @@ class ControllerState:
         previous_errors: standard errors of ``previous_throughput``, as shares.
         coarse: whether noise made the last change less precise than the dead band; the next one may complete it.
         probes: whether the last change moved one unit although the rule wanted less.
-        slower: sizes that such a change has shown to be slower, empty for none.
+        tried: sizes that ran since the rule last changed them, to none of which such a change leads back.
         kept: why the last decision changed nothing, ``None`` if it changed sizes.
 
     Example:
@@ -65,7 +65,7 @@ class ControllerState:
     previous_errors: tuple[float, ...] = ()
     coarse: bool = False
     probes: bool = False
-    slower: tuple[int, ...] = ()
+    tried: tuple[tuple[int, ...], ...] = ()
     kept: str | None = None
 
     @property
@@ -121,11 +121,8 @@ def control(
         True
     """
     state = replace(state, times=state.times.current())
-    before = np.asarray(state.previous_sizes) / np.maximum(state.previous_throughput, 1e-9)
-    moved = np.flatnonzero(state.moves)
-    if state.probes and state.times.best[moved].max() > before[moved].max():
-        back = replace(_changed(state, state.previous_sizes), slower=state.local_batch_sizes)
-        return back, state.previous_sizes
+    if state.probes and _only_slower(state):  # of which no bound is to be learned
+        return replace(_changed(state, state.previous_sizes), tried=state.tried), state.previous_sizes
     state = replace(_learn_bounds(state, dead_band, settings), probes=False)
     mu, b = state.times.best, np.asarray(state.local_batch_sizes, dtype=float)
     given = np.full(len(b), total_batch_size) if max_local is None else np.asarray(max_local)
@@ -147,7 +144,8 @@ def control(
     if sizes == state.local_batch_sizes:
         probe = _probe(state, error, np.abs(error) > np.maximum(chance, dead_band * mu), min_local, high, multiple)
         if probe is not None:
-            return replace(_changed(state, probe), gains=tuple(gains.tolist()), probes=True), probe
+            tried = *state.tried, state.local_batch_sizes, probe
+            return replace(_changed(state, probe), gains=tuple(gains.tolist()), probes=True, tried=tried), probe
     if not np.any((change > least) & (np.abs(error) > chance)):
         kept = _why_kept(mu, error, free, change, noise, least, settings)
         return replace(state, gains=_rested(state, settings), kept=kept), None
@@ -168,7 +166,7 @@ def _changed(state: ControllerState, sizes: tuple[int, ...]) -> ControllerState:
         moves=tuple(int(new - old) for new, old in zip(sizes, state.local_batch_sizes, strict=True)),
         coarse=False,
         probes=False,
-        slower=(),
+        tried=(),
     )
 
 
@@ -180,7 +178,7 @@ def _probe(
     high: npt.NDArray[Any],
     unit: int,
 ) -> tuple[int, ...] | None:
-    """Return the sizes with one unit moved from the slowest to the fastest worker, ``None`` if that was slower."""
+    """Return the sizes with one unit moved from the slowest to the fastest worker, ``None`` if they have run."""
     sizes = np.asarray(state.local_batch_sizes)
     gives, takes = sizes - unit >= np.asarray(low), sizes + unit <= high
     slow, fast = (int(np.where(there, off, -np.inf).argmax()) for there, off in ((gives, error), (takes, -error)))
@@ -188,7 +186,14 @@ def _probe(
         return None
     sizes[[slow, fast]] += [-unit, unit]
     found = tuple(sizes.tolist())
-    return None if found == state.slower else found
+    return None if found in state.tried else found
+
+
+def _only_slower(state: ControllerState) -> bool:
+    """Return whether of the two workers that have exchanged a unit, the later one is not earlier than before."""
+    moved = np.flatnonzero(state.moves)
+    before = np.asarray(state.previous_sizes) / np.maximum(state.previous_throughput, 1e-9)
+    return bool(state.times.best[moved].max() > before[moved].max())
 
 
 def _why_kept(

@@ -20,6 +20,8 @@ SCALES = np.geomspace(1e-2, 1e2, 33)
 PRIOR_SPREADS, PRIOR_ROUNDS, MOST_ROUNDS = (0.5, 0.2), 3.0, 20.0
 """Standard deviations of ``S`` and of ``|g|^2`` of a single step as shares, and how many rounds of steps they count as;
 those that were seen are averages of twenty rounds at most."""
+ODD = 3.0
+"""Standard deviations to which what is farther off is limited."""
 
 
 @checked_keywords
@@ -89,9 +91,10 @@ class RunningNoiseScale:
             biased: whether the values come from successive steps of a single worker.
 
         Raises:
-            ValueError: if the total is not above 0.
+            ValueError: if the total or the number of steps is not above 0.
         """
         check_number("total_batch_size", total_batch_size, low=0.0, include_low=False)
+        check_number("steps", steps, low=0.0, include_low=False)
         if not (math.isfinite(trace) and math.isfinite(global_sq_norm)):
             return self.left_out(math.ceil(steps))
         seen = self
@@ -119,7 +122,8 @@ class RunningNoiseScale:
     def _spread(self, before: float, ratio: float, squares: float, expected: float, steps: float) -> float:
         """Return the variance of a single step, after a mean of some steps and its ratio to what was expected."""
         of_mean = 1.0 / steps + squares / (self.weight * expected) ** 2  # of the new mean, and of what was expected
-        return before + ((ratio - 1.0) ** 2 / of_mean - before) / min(self.rounds + 1.0, MOST_ROUNDS)
+        seen = min((ratio - 1.0) ** 2 / of_mean, ODD**2 * before)  # one odd step must not make all others worthless
+        return before + (seen - before) / min(self.rounds + 1.0, MOST_ROUNDS)
 
     def left_out(self, steps: int) -> "RunningNoiseScale":
         """Count steps that were left out; the estimate stays."""
@@ -146,7 +150,10 @@ class RunningNoiseScale:
     def posterior(self) -> tuple[Array, Array]:
         """Noise scales in samples, shape ``(scales,)``, and how likely each is by what was seen.
 
-        For a noise scale ``phi``, ``|g|^2`` is ``S (1 / B + 1 / phi)`` on average. Both means are taken for normal.
+        For a noise scale ``phi``, ``|g|^2`` is ``S (1 / B + 1 / phi)`` on average. The means ``n`` of ``|g|^2`` and
+        ``s`` of ``S`` are taken for normal, with the spreads of single steps. So ``phi`` is as likely as
+        ``exp(-(n - c s)^2 / 2 v) / sqrt(v)`` with ``c`` the mean of ``1 / B + 1 / phi``, and ``v`` the variance of
+        ``n - c s`` if that is the noise scale. The scales are multiples of the harmonic mean of the totals.
 
         Example:
             >>> running = RunningNoiseScale().update(trace=4.0, global_sq_norm=1.5, total_batch_size=8, steps=50)
@@ -155,17 +162,20 @@ class RunningNoiseScale:
             (4.1, 1.0)
         """
         w, s = self.weight, self.trace
-        if not s > 0:
-            return np.zeros(1), np.ones(1)
         inverse = self.inverse_sum / w
-        per_trace = inverse * (1.0 + 1.0 / SCALES)
-        variance = self.norm_spread * self.norm_squares + per_trace**2 * self.trace_spread * self.trace_squares
-        log = -0.5 * ((self.sq_norm_sum - per_trace * s * w) ** 2 / variance + np.log(variance))
+        if not s > 0:
+            return SCALES[:1] / inverse, np.ones(1)
+        expected = inverse * (1.0 + 1.0 / SCALES) * self.trace_sum
+        shares = self.norm_spread * self.norm_squares / self.sq_norm_sum**2
+        shares += self.trace_spread * self.trace_squares / self.trace_sum**2
+        log = -0.5 * (self.sq_norm_sum / expected - 1.0) ** 2 / shares - np.log(expected)
         likely = np.exp(log - log.max())
         return SCALES / inverse, likely / likely.sum()
 
     def efficiency(self, totals: Array, initial_total: float) -> Array:
-        """Return the expected efficiency of a sample at totals, relative to one at ``B_0``; NaN while nothing is known.
+        """Return the efficiency of a sample at totals, relative to one at ``B_0``; NaN while nothing is known.
+
+        It is the geometric mean over the posterior, so that the best total does not depend on ``B_0``.
 
         Args:
             totals: ``B``, shape ``(totals,)``.
@@ -179,7 +189,7 @@ class RunningNoiseScale:
         if math.isnan(self.noise_scale):
             return np.full(totals.shape, math.nan)
         scales, likely = self.posterior
-        return np.asarray(likely @ ((scales + initial_total)[:, None] / (scales[:, None] + totals)))
+        return np.asarray(np.exp(likely @ np.log((scales + initial_total)[:, None] / (scales[:, None] + totals))))
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain Python values, fit for any checkpoint."""

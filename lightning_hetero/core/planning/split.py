@@ -32,8 +32,8 @@ def most_samples(curves: Sequence[Curve], times: Array) -> Array:
 
 def _inverse(at: Array, seconds: Array, times: Array) -> Array:
     (x, dx), (y, dy) = stretches(seconds[:, :, None], times, at, seconds)
-    share = np.maximum(times - y, 0.0) / np.maximum(dy, 1e-15)
-    return np.where(seconds[0, :, None] > times, -1.0, x + dx * np.minimum(share, 1e15))
+    share = np.where(dy > 1e-15, np.maximum(times - y, 0.0) / np.maximum(dy, 1e-15), 1e15)  # flat: any number of them
+    return np.where(seconds[0, :, None] > times, -1.0, x + dx * share)
 
 
 def solve(curves: Sequence[Curve], low: Array, high: Array, total: int, unit: int = 1) -> npt.NDArray[np.int64]:
@@ -71,7 +71,8 @@ def solve(curves: Sequence[Curve], low: Array, high: Array, total: int, unit: in
     least, sizes = most(np.array([early, late])).T
     if sizes.sum() - total > len(sizes) * unit:  # a time in which sizes hardly matter: all give back their share
         room = sizes - (least if least.sum() <= total else low)
-        sizes -= room * ((sizes.sum() - total) / room.sum()) // unit * unit
+        share = (sizes.sum() - total) / room.sum()
+        sizes -= np.floor(room * share / unit) * unit
     while (over := int(sizes.sum() - total) // unit) > 0:
         last = np.argsort(-np.where(sizes > low, finish_times(curves, sizes), -1.0), kind="stable")
         last = last[: max(1, min(over, len(sizes) // 4))]
