@@ -273,6 +273,12 @@ def test_one_odd_step_does_not_make_the_others_worthless():
         assert found == pytest.approx(np.array([10.0, 0.1]), rel=0.15)
 
 
+def test_gradients_that_cancel_each_other_exactly_are_all_noise():
+    found = run([(8.0, 0.0)], 4).efficiency(np.array([4.0, 40.0]), 4.0)
+    assert found[0] == pytest.approx(1.0)
+    assert 0.3 < found[1] <= 1.0
+
+
 def test_the_best_total_does_not_depend_on_the_initial_one():
     running, totals = run([(300.0, 1.4)] * 3, 1000), np.geomspace(100, 10_000, 50)
     best = {int((totals / (3 + totals / 1000) * running.efficiency(totals, b0)).argmax()) for b0 in (16, 1000, 16_000)}

@@ -143,6 +143,17 @@ def test_workers_with_few_samples_and_much_fixed_time_are_balanced(speeds, each)
     assert len(result.plans) <= 4
 
 
+def test_a_gain_that_may_be_luck_is_looked_at_again_soon_while_the_run_is_young():
+    ctx, rng = context(6, 3), np.random.default_rng(1)
+    b, zeros = np.full((3, 3), 2.0), np.zeros((3, 3))
+    seconds = np.array([0.0073, 0.0085, 0.011]) * (1 + 0.05 * rng.standard_normal((3, 3)))
+    step = np.repeat(seconds.max(axis=1, keepdims=True), 3, axis=1)
+    seen = StepObservations(b, seconds / 3, 2 * seconds / 3, zeros, zeros, step - seconds, step)
+    young, old = (replace(PerfModelPlanner(), steps=n).decide(seen, even_plan(ctx), ctx) for n in (0.0, 200.0))
+    assert (young.proposal, young.soon) == (None, True)
+    assert (old.proposal, old.soon) == (None, False)
+
+
 def test_a_worker_that_only_slows_the_job_down_is_named():
     """Its single sample takes longer than the others need for all the rest."""
     cluster, ctx = line_workers(0.001, 0.001, 0.1), context(64, 3)

@@ -166,7 +166,8 @@ class RunningNoiseScale:
         if not s > 0:
             return SCALES[:1] / inverse, np.ones(1)
         expected = inverse * (1.0 + 1.0 / SCALES) * self.trace_sum
-        shares = self.norm_spread * self.norm_squares / self.sq_norm_sum**2
+        norms = max(self.sq_norm_sum, 1e-9 * float(expected.min()))  # gradients may cancel each other exactly
+        shares = self.norm_spread * self.norm_squares / norms**2
         shares += self.trace_spread * self.trace_squares / self.trace_sum**2
         log = -0.5 * (self.sq_norm_sum / expected - 1.0) ** 2 / shares - np.log(expected)
         likely = np.exp(log - log.max())

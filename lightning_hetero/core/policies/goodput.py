@@ -43,7 +43,7 @@ class GoodputPlanner:
     A total that exceeds the memory of all workers runs as several micro-batches; their number changes only between
     epochs, because a window must not be cut.
 
-    Efficiency is the mean over the noise scales that the measurements allow, so the total jumps as far as they support.
+    Efficiency is a mean over the noise scales that the measurements allow, so the total jumps as far as they support.
     As for the split, a change has to gain more than it costs while it holds. While a worker has been seen at one size
     only, the constant part of its time is a guess; where no larger total seems better, the next one is then a probe:
     1.5 times as large or, if that would waste more than a fifth of the samples, smaller by the same factor.
@@ -141,9 +141,8 @@ class GoodputPlanner:
 
     def ground(self, context: PlanContext) -> str:
         """Return the grounds of a change of the total, for the log."""
-        return (
-            f"at a noise scale of {rounded(math.nan if context.noise is None else context.noise.noise_scale)} samples"
-        )
+        scale = math.nan if context.noise is None else context.noise.noise_scale
+        return f"at a noise scale of {rounded(scale)} samples"
 
     def windows(self, total: int, context: PlanContext) -> tuple[Window, ...]:
         """Return the current total and every one that may follow it, each with the number of its micro-batches.
