@@ -58,7 +58,7 @@ def rows():
     sparse = {"compression": "block_topk(density=0.2, block=8)", "sparse_optimizer": True}
     found += [
         Row("lightning", "map", "sparse", sparse, {}),
-        Row("lightning", "map", "stale", {"staleness": 1}, {}),
+        Row("lightning", "map", "stale", {"staleness": 1, "replan": 8}, {}),
         Row("fsdp", "map", "fixed", {}, {}),
     ]
     return {f"{row.front_end}-{row.data}-{row.mode}": row for row in found}
