@@ -46,7 +46,7 @@ UNEQUAL, NOISY = 0.5, 0.04
 of single steps below which even less of it does."""
 OFF = 0.005
 """Relative error of a prediction that more steps do not reduce."""
-LUCK = 1.2
+LUCK = 1.6
 """Standard errors beyond the expected ones by which the unluckiest of equal workers may seem behind."""
 SHORT_STEP = 0.015
 """Seconds of a step below which workers can hardly be balanced."""
@@ -318,7 +318,7 @@ class PerfModelPlanner:
     def _chance(self, workers: WorkerTimes, sizes: Array) -> float:
         """Return the gain that chance alone pretends: how far the unluckiest of equal workers seems behind."""
         free = max(float(workers.squares[:, 1].sum()), 1.0)
-        unlucky = ((2.0 * math.log(max(len(sizes), 2))) ** 0.5 + LUCK) * (1.0 + 6.0 / free)  # noise itself is not sure
+        unlucky = ((2.0 * math.log(max(len(sizes), 2))) ** 0.5 + LUCK) * (1.0 + 9.0 / free)  # noise itself is not sure
         if np.ptp(sizes) > 1.0:  # equal workers keep equal sizes, however noisy they are
             still = 1.0 - float(workers.moving.mean())  # where speeds drift, no later round knows more
             unlucky *= UNEQUAL * still * min(float(np.median(workers.jitter)) / NOISY, 1.0)

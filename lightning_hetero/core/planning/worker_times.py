@@ -30,6 +30,8 @@ JITTER, JITTER_STEPS = 0.05, 8.0
 """Relative noise of single steps before any was measured; steps from which on a worker's own outweighs that of all."""
 MEMORY = 256.0
 """Steps over which the noise of single steps is averaged."""
+FAR = 0.4
+"""Share by which a step that counts as an event is longer than the median at least."""
 RARE = 0.1
 """Share of a worker's steps up to which far longer ones are events, and not its pace."""
 OFF_LINE = 0.01
@@ -287,8 +289,8 @@ class WorkerTimes:
         each, jitter = np.arange(workers), self.jitter
         step = outside + backward
         middle = np.median(step, axis=0)
-        far = step > middle * (1.0 + 4.0 * jitter)
-        event = far & (self.odd[:, 0] <= RARE * np.maximum(self.odd[:, 1], 20.0))
+        far = step > middle * (1.0 + np.maximum(4.0 * jitter, FAR))
+        event = far & (self.odd[:, 0] + far.sum(axis=0) <= RARE * np.maximum(self.odd[:, 1] + count, 20.0))
         shorter = np.where(event, middle / step, 1.0)
         step = step * shorter
         pace = np.stack([winsorize_top(x * shorter).mean(axis=0) for x in (outside, backward)], axis=1)
