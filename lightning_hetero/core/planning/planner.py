@@ -373,7 +373,7 @@ class PerfModelPlanner:
         jumped = [str(rank) for rank in np.flatnonzero(workers.jumped)]
         if jumped:
             return f"speed of rank {_few(jumped)} changed"
-        return "first split, in proportion to measured speed" if first else "optimum of the time model"
+        return "first split, by measured speed" if first else "optimum of the time model"
 
     # state
 

@@ -33,7 +33,7 @@ class PlannerSettings:
     curvature: float = 0.05
     unseen: float = 0.25
     jump: float = 5.0
-    least_gain: float = 0.004
+    least_gain: float = 0.007
     doubt: float = 1.0
 
     def __post_init__(self) -> None:
