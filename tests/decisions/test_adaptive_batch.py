@@ -186,7 +186,7 @@ def adaptive(tmp_path_factory):
     return run(callback={"max_total_batch_size": 48}, **more), folder
 
 
-COUNTS, GAINS = [30, 20, 5, 5], [1.0, 1.5, 6.0, 6.0]
+COUNTS, GAINS = [30, 19, 5, 5], [1.0, 13 / 8, 6.0, 6.0]
 
 
 def test_a_decision_changes_total_split_and_number_of_batches(adaptive):
@@ -195,8 +195,8 @@ def test_a_decision_changes_total_split_and_number_of_batches(adaptive):
     assert "GNSCallback" not in first["callbacks"], "that of the user is used"
     rows = list(csv.DictReader((folder / "hetero_candidates.csv").read_text().splitlines()))
     running = [(int(row["step"]), int(row["total_batch_size"])) for row in rows if row["running"] == "1"]
-    assert running == [(30, 12), (50, 48), (55, 48)]
-    assert totals(first) == [8, 12, 48, 48]  # half as much again to learn a second size, then the best
+    assert running == [(30, 13), (49, 48), (54, 48)]
+    assert totals(first) == [8, 13, 48, 48]  # half as much again to learn a second size, then the best
     assert first["epochs"][0]["sizes"] == (4, 4)
     assert all(row["sizes"][0] > row["sizes"][1] for row in first["epochs"][2:])
     for name in ("max", "num", "done", "bar"):
@@ -244,8 +244,8 @@ def test_a_total_changes_inside_a_long_epoch_by_the_noise_that_is_measured():
 
 def test_auto_is_the_square_root_for_other_optimizers():
     first, _ = run(model=Uneven("adam"), callback={"lr_scaling": "auto"}, max_epochs=2)
-    assert (totals(first), first["rule"]) == ([8, 12], "sqrt")
-    assert first["used"][-1] == pytest.approx(LR * math.sqrt(1.5))
+    assert (totals(first), first["rule"]) == ([8, 13], "sqrt")
+    assert first["used"][-1] == pytest.approx(LR * math.sqrt(13 / 8))
 
 
 LOW = {"noise": 0.0, "callback": {"max_total_batch_size": 24, "min_steps": 4}}

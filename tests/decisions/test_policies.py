@@ -39,7 +39,7 @@ EVEN_ENOUGH = (0.98 * 5 / 6, 1.0)
 """Seconds of a sample on each rank: 6/4 takes 2 % less than 5/5."""
 CASES = {
     "whatever pays": ({}, True),
-    "more than the gain is asked for": ({"hysteresis": 0.03}, False),
+    "more than the gain is asked for": ({"hysteresis": 0.06}, False),
     "less than the gain is asked for": ({"hysteresis": 0.01}, True),
     "a dear change": ({"change_cost": 1e6}, False),
 }

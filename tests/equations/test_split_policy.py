@@ -101,7 +101,7 @@ THREEFOLD = line_workers(0.001, 0.003)  # 30/10 takes 50 % less than 20/20
     [
         ({"cluster": THREEFOLD, "hysteresis": 0.45}, None),
         ({"cluster": THREEFOLD, "hysteresis": 0.55}, r"hysteresis=0.55.* (49|50)\.\d% less"),
-        ({"cluster": THREEFOLD, "change_cost": 1e3}, "cost.*30/10"),
+        ({"cluster": THREEFOLD, "change_cost": 1e3}, "cost.*33/7"),
         ({"cluster": THREEFOLD, "max_local": (25, 40), "sizes": (25, 15)}, "bounds.* 0 "),
         ({"cluster": THREEFOLD, "sizes": (30, 10)}, "optimum"),
         ({"cluster": line_workers(0.001, 0.001)}, "equal"),

@@ -41,9 +41,8 @@ LEAST_CREDIT = 0.1
 """Share of a predicted gain that counts at least."""
 PROBE = 4.0
 """Standard errors by which the slowest worker has to differ from the fastest for a probe."""
-UNEQUAL, NOISY = 0.5, 0.04
-"""Share of what chance pretends that counts where sizes differ already, since it then misleads by little, and the noise
-of single steps below which even less of it does."""
+UNEQUAL = 0.5
+"""Share of what chance pretends that counts where sizes differ already."""
 OFF = 0.005
 """Relative error of a prediction that more steps do not reduce."""
 LUCK = 1.6
@@ -199,7 +198,7 @@ class PerfModelPlanner:
         elapsed = float(max(context.elapsed or 0, seen.num_steps))
         splits = seen.splits()
         newest, own = splits[-1]
-        if jump := since_jump(seen.compute[own]):
+        if jump := since_jump(seen.compute[own]):  # what is over by now says nothing about the next steps
             splits = [(newest, slice(own.start + jump, own.stop))]
         workers = self.times.select(context.identities)
         jumped, since = np.zeros(len(context.identities), dtype=bool), elapsed
@@ -319,9 +318,8 @@ class PerfModelPlanner:
         """Return the gain that chance alone pretends: how far the unluckiest of equal workers seems behind."""
         free = max(float(workers.squares[:, 1].sum()), 1.0)
         unlucky = ((2.0 * math.log(max(len(sizes), 2))) ** 0.5 + LUCK) * (1.0 + 9.0 / free)  # noise itself is not sure
-        if np.ptp(sizes) > 1.0:  # equal workers keep equal sizes, however noisy they are
-            still = 1.0 - float(workers.moving.mean())  # where speeds drift, no later round knows more
-            unlucky *= UNEQUAL * still * min(float(np.median(workers.jitter)) / NOISY, 1.0)
+        if np.ptp(sizes) > 1.0:  # equal workers keep equal sizes, however noisy; others are misled by little
+            unlucky *= UNEQUAL
         return float(self.settings.doubt * unlucky * np.median(workers.errors(sizes)))
 
     def _probe(

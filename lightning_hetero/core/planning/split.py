@@ -17,23 +17,15 @@ def finish_times(curves: Sequence[Curve], sizes: Array) -> Array:
     return np.asarray(np.maximum.reduce([interpolated(at, times, sizes) for at, times in curves]))
 
 
-def most_samples(curves: Sequence[Curve], times: Array) -> Array:
-    """Return the samples that each worker finishes within some times, below 0 where it finishes none.
-
-    Args:
-        curves: of all workers.
-        times: seconds, shape ``(times,)``.
-
-    Returns:
-        Shape ``(workers, times)``.
-    """
-    return np.asarray(np.minimum.reduce([_inverse(at, seconds, times) for at, seconds in curves]))
+def most_samples(curves: Sequence[Curve], time: float) -> Array:
+    """Return the samples that each worker finishes within some seconds, below 0 where it finishes none."""
+    return np.asarray(np.minimum.reduce([_inverse(at, seconds, time) for at, seconds in curves]))
 
 
-def _inverse(at: Array, seconds: Array, times: Array) -> Array:
-    (x, dx), (y, dy) = stretches(seconds[:, :, None], times, at, seconds)
-    share = np.where(dy > 1e-15, np.maximum(times - y, 0.0) / np.maximum(dy, 1e-15), 1e15)  # flat: any number of them
-    return np.where(seconds[0, :, None] > times, -1.0, x + dx * share)
+def _inverse(at: Array, seconds: Array, time: float) -> Array:
+    (x, dx), (y, dy) = stretches(seconds, time, at, seconds)
+    share = np.where(dy > 1e-15, np.maximum(time - y, 0.0) / np.maximum(dy, 1e-15), 1e15)  # flat: any number of them
+    return np.where(seconds[0] > time, -1.0, x + dx * share)
 
 
 def solve(curves: Sequence[Curve], low: Array, high: Array, total: int, unit: int = 1) -> npt.NDArray[np.int64]:
@@ -50,27 +42,25 @@ def solve(curves: Sequence[Curve], low: Array, high: Array, total: int, unit: in
         unit: samples of which each size is a multiple.
     """
 
-    def most(times: Array) -> Array:
-        whole = np.floor(most_samples(curves, times) / unit * (1.0 + 1e-12) + 1e-9) * unit
-        return np.asarray(np.clip(whole, low[:, None], high[:, None]))
+    def most(time: float) -> Array:
+        whole = np.floor(most_samples(curves, time) / unit * (1.0 + 1e-12) + 1e-9) * unit
+        return np.asarray(np.clip(whole, low, high))
 
     # sizes that are everywhere as far between their bounds are enough together: no step need take longer
     share = (total - low.sum()) / max(float((high - low).sum()), 1.0)
     enough = np.minimum(np.ceil((low + share * (high - low)) / unit - 1e-9) * unit, high)
     early, late = (float(finish_times(curves, sizes).max()) for sizes in (low, enough))
-    points = 1 if len(low) > 500 else 31  # of few workers, many times are as cheap as one
-    while late > early * (1.0 + 1e-7):
-        times = np.append(np.linspace(early, late, points + 2)[1:-1], late)
-        together = most(times).sum(axis=0)
-        first = int((together >= total).argmax()) if together[-1] >= total else points
-        if first:
-            early = float(times[first - 1])
-        late = float(times[first])
-        if together[first] == total:
-            break
-    least, sizes = most(np.array([early, late])).T
+    least, sizes, halve = low, most(late), False
+    while late > early * (1.0 + 1e-7) and sizes.sum() - total > unit:
+        between = 0.5 if halve else (total - least.sum()) / (sizes.sum() - least.sum())
+        time = early + (late - early) * min(max(between, 1e-3), 1.0 - 1e-3)
+        found, halve = most(time), not halve
+        if found.sum() < total:
+            early, least = time, found
+        else:
+            late, sizes = time, found
     if sizes.sum() - total > len(sizes) * unit:  # a time in which sizes hardly matter: all give back their share
-        room = sizes - (least if least.sum() <= total else low)
+        room = sizes - least
         share = (sizes.sum() - total) / room.sum()
         sizes -= np.floor(room * share / unit) * unit
     while (over := int(sizes.sum() - total) // unit) > 0:

@@ -372,17 +372,17 @@ def interpolated(at: Array, times: Array, sizes: Array) -> Array:
     return np.asarray(y + dy * (sizes - x) / np.maximum(dx, 1e-12))
 
 
-def stretches(rows: Array, values: Array, *of: Array) -> list[tuple[Array, Array]]:
+def stretches(rows: Array, values: Array | float, *of: Array) -> list[tuple[Array, Array]]:
     """Return where the stretches begin within which values lie, and how far they reach.
 
     Args:
-        rows: rising, of each worker, shape ``(points, workers, ...)``.
-        values: of each worker, shape ``(workers, ...)``.
+        rows: rising, of each worker, shape ``(points, workers)``.
+        values: of each worker, or of all.
         of: what to return at those points and up to the next ones, shape ``(points, workers)``.
     """
-    points, workers = of[0].shape
+    points, workers = rows.shape
     place = np.clip((values >= rows).sum(axis=0, dtype=np.int8) - 1, 0, points - 2).astype(np.intp)
-    first = place * workers + np.arange(workers).reshape(-1, *[1] * (place.ndim - 1))
+    first = place * workers + np.arange(workers)
     begin = [one.ravel().take(first) for one in of]
     return [(x, one.ravel().take(first + workers) - x) for x, one in zip(begin, of, strict=True)]
 
