@@ -16,7 +16,6 @@ from lightning_hetero import BatchPlan
 from lightning_hetero.compression import Layout
 from lightning_hetero.compression.wire_format import message_size
 from lightning_hetero.core import PlanContext, RunningNoiseScale, StepObservations, TimeToAccuracyPlanner
-from lightning_hetero.core.link.bandwidth import LinkEstimate
 from lightning_hetero.core.link.message_link import MessageLink
 
 HERE = Path(__file__).parent
@@ -31,7 +30,7 @@ def milliseconds(tensors):
     seen = StepObservations(sizes, zeros, 0.05 + sizes * [0.001, 0.003], zeros, zeros, zeros + 0.4, zeros)
     noise = RunningNoiseScale().update(trace=400.0, global_sq_norm=11.0, total_batch_size=40, steps=50)
     size = message_size(layout.num_blocks, layout.block, "bfloat16", 2)
-    link = MessageLink(0.1, size, (LinkEstimate(1e5),) * 2, seconds=0.4, step=40_000)
+    link = MessageLink(0.1, size, (1e5, 1e5), seconds=0.4)
     context = PlanContext(40, ("a", "b"), (1, 1), link=link, noise=noise)
     planner = TimeToAccuracyPlanner(initial_total=40, max_total_batch_size=1000, moves_batch=True)
     for _ in range(7):

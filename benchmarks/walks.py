@@ -49,7 +49,6 @@ from lightning_hetero import BatchPlan, BlockTopK, HeteroDDPStrategy
 # Where to find what makes a decision; the script knows no other module of the package.
 from lightning_hetero.compression.wire_format import message_size
 from lightning_hetero.core import StepObservations
-from lightning_hetero.core.link.bandwidth import LinkEstimate
 from lightning_hetero.core.link.message_link import MessageLink
 from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.policies.base import PlanContext
@@ -218,7 +217,7 @@ def decide():
     seen = StepObservations(sizes, zeros, 0.05 + sizes * [0.001, 0.003], zeros, zeros, zeros + 0.4, zeros)
     noise = RunningNoiseScale().update(trace=400.0, global_sq_norm=11.0, total_batch_size=40, steps=50)
     size = message_size(NUM_BLOCKS, 16, "bfloat16", 2)
-    link = MessageLink(0.1, size, (LinkEstimate(1e5),) * 2, seconds=0.4, step=40_000)
+    link = MessageLink(0.1, size, (1e5, 1e5), seconds=0.4)
     context = PlanContext(40, ("a", "b"), (1, 1), link=link, noise=noise)
     planner = TimeToAccuracyPlanner(initial_total=40, max_total_batch_size=1000, moves_batch=True)
     for _ in range(7):

@@ -140,13 +140,27 @@ class TTACallback(AdaptiveBatchCallback):
                 "HeteroDDPStrategy(compression='block_topk'), or AdaptiveBatchCallback without compression."
             )
 
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        """Close the step as the base class does; ask for a round if the link has made steps much longer."""
+        super().on_train_batch_end(trainer, pl_module, *args)
+        assert self._engine is not None
+        if self._engine.rounds.late:
+            trainer.strategy.ask_for_round()
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin as the base class does, with the density of an earlier run if there was one."""
         super().on_train_start(trainer, pl_module)
         assert self._engine is not None
         assert self._engine.compression is not None
-        density = self._engine.control.broadcast_object(self.tta_planner.density)
-        self.planner = replace(self.tta_planner, density=density)
-        self._engine.compression.set_density(density)
-        if self._engine.hook_state.staleness is not None:  # until "auto" chooses dense sums, which have a rule
-            self._engine.hook_state.staleness.control_externally(self._engine.compression.link() is not None)
+        compression, staleness = self._engine.compression, self._engine.hook_state.staleness
+        if staleness is not None:  # until "auto" chooses dense sums, which have a rule
+            staleness.control_externally(compression.link() is not None)
+            if staleness.externally_controlled and staleness.limit:
+                staleness.make_all_stale()
+        compression.measure_link()
+        link, planner = compression.link(), self.tta_planner
+        if link is not None and planner.density is None:
+            planner = planner.begin(link)
+        density = self._engine.control.broadcast_object(planner.density)
+        self.planner = replace(planner, density=density)
+        compression.set_density(density)

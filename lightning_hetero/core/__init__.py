@@ -37,8 +37,6 @@ if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
     from lightning_hetero.core.compression.bayesian_search import profile_convergence as profile_convergence
     from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile as ConvergenceProfile
     from lightning_hetero.core.compression.objective import DensityChoice as DensityChoice
-    from lightning_hetero.core.compression.objective import assumed_penalty as assumed_penalty
-    from lightning_hetero.core.compression.objective import cut_penalty as cut_penalty
     from lightning_hetero.core.compression.objective import density_penalty as density_penalty
     from lightning_hetero.core.compression.objective import minimise_time_to_accuracy as minimise_time_to_accuracy
     from lightning_hetero.core.merging.batch_scaling import scale_batch_sizes as scale_batch_sizes
@@ -97,8 +95,6 @@ _EXPORTS = {
     "profile_convergence": "lightning_hetero.core.compression.bayesian_search",
     "ConvergenceProfile": "lightning_hetero.core.compression.convergence_profile",
     "DensityChoice": "lightning_hetero.core.compression.objective",
-    "assumed_penalty": "lightning_hetero.core.compression.objective",
-    "cut_penalty": "lightning_hetero.core.compression.objective",
     "density_penalty": "lightning_hetero.core.compression.objective",
     "minimise_time_to_accuracy": "lightning_hetero.core.compression.objective",
     "scale_batch_sizes": "lightning_hetero.core.merging.batch_scaling",

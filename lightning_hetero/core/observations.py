@@ -115,6 +115,17 @@ class StepObservations:
         """
         return replace(self, **{one.name: getattr(self, one.name)[which] for one in fields(self)})
 
+    def followed_by(self, newer: "StepObservations") -> "StepObservations":
+        """Return the observations of both, without the ends of buckets, of which steps may have different numbers.
+
+        Example:
+            >>> ones = StepObservations(*[np.ones((2, 3))] * 7)
+            >>> ones.followed_by(ones).num_steps
+            4
+        """
+        names = (*self.FIELDS, "work")
+        return StepObservations(**{name: np.concatenate([getattr(self, name), getattr(newer, name)]) for name in names})
+
     def splits(self) -> list[tuple[Array, slice]]:
         """Return each stretch of steps at one split: its sizes, and the slice of its steps.
 

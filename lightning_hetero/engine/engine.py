@@ -207,7 +207,7 @@ class HeteroEngine(EngineData):
             fitting = None if last or upcoming is None else self._within_bounds(planner, upcoming)
             decision, predicted = decide_round(planner, observations, self.plan, upcoming, context)
             if last:
-                decision = replace(decision, proposal=None, density=None, stale=None, kept=None)
+                decision = replace(decision, proposal=None, density=None, kept=None)
             elif fitting is not None and decision.proposal is None:
                 decision = replace(decision, proposal=fitting, kept=None)
             return decision, (*predicted, self._even_step(decision.planner or planner, observations))
@@ -255,12 +255,12 @@ class HeteroEngine(EngineData):
         payloads: list[SyncPayload] = [self.health, self.noise or Padding(NOISE_FIELDS)]
         payloads += [part for part in parts if part is not None]
         plan = self.plan
-        done, messages = self.rounds.run(decide, self.position, not_before, payloads)
+        done, density = self.rounds.run(decide, self.position, not_before, payloads)
         self.rounds.watch.observe(
             done, plan, self.position, self.observer.synced_steps, self.accumulation, **self._facts(done, plan)
         )
         if self.compression is not None:
-            self.compression.apply_choice(*messages)
+            self.compression.apply_choice(density)
         self.observer.interrupt()
         return done
 

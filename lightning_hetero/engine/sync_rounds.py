@@ -60,7 +60,7 @@ class SyncRounds:
         self.control, self.data, self.timer, self.diagnosis, self.watch = control, data, timer, diagnosis, watch
         self.schedule = SyncSchedule(data.config.replan)
         self.observations = StepObservations.empty(control.world_size)
-        self.accumulation, self.keeps_window = 1, False
+        self.accumulation, self.keeps_window, self._ended = 1, False, time.perf_counter()
         self._ran: deque[tuple[tuple[int, int], tuple[int, ...]]] = deque(maxlen=MOST_STEPS)
 
     def begin_step(self, at: tuple[int, int], share: StepShare) -> None:
@@ -81,6 +81,11 @@ class SyncRounds:
         self.schedule.hasten(self.timer.synced_steps + 1)
 
     @property
+    def late(self) -> bool:
+        """``True`` on rank 0 if steps have become so long that the next round should not wait for all of them."""
+        return self.schedule.late(time.perf_counter() - self._ended)
+
+    @property
     def elapsed(self) -> int:
         """Steps since the last round."""
         return self.timer.synced_steps - self.schedule.last
@@ -97,8 +102,7 @@ class SyncRounds:
             payloads: what ranks exchange besides their step times.
 
         Returns:
-            Outcome of the round, the decision (on rank 0), and density and staleness of messages, the same on all
-            ranks.
+            Outcome of the round, and the choice of a density, the same on all ranks.
         """
         data, plans, begin = self.data, self.data.plans, time.perf_counter()
         if plans.history is None or data.sampler is None or data.workers is None:
@@ -123,9 +127,9 @@ class SyncRounds:
             cost, step = time.perf_counter() - begin, self.timer.synced_steps
             ahead = start[1] - (at[1] + 1 if start[0] == at[0] else 0)
             following = self.schedule.after(step, observations, cost, done, ahead=ahead // self.accumulation)
-            return entry, predicted, following, (done.density, done.stale)
+            return entry, predicted, following, done.density
 
-        entry, (predicted, error, even), following, messages = self.control.decide(decision)
+        entry, (predicted, error, even), following, density = self.control.decide(decision)
         if entry is not None:
             plans.append(entry)
         self.control.require_equal("the plan and the step of the next sync round", (plans.history.digest(), following))
@@ -135,8 +139,9 @@ class SyncRounds:
         plans.drop_before(at[0])
         self.schedule.done(self.timer.synced_steps, following, between_epochs=not_before[1] == 0)
         plans.sayings.note_kept(done)
+        self._ended = time.perf_counter()
         moved = done.density is not None
-        return RoundResult(done.planner, observations, entry, predicted, error, moved, even, done.kept, rows), messages
+        return RoundResult(done.planner, observations, entry, predicted, error, moved, even, done.kept, rows), density
 
     def _rows_that_ran(self, at: tuple[int, int]) -> tuple[float, ...]:
         """Return the samples of each worker in a full step of the running plan since the last round, on average."""

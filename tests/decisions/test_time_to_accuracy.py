@@ -1,6 +1,7 @@
 """The controller of density and total end to end: it changes the next messages, and follows a link that moves."""
 
 import re
+from dataclasses import replace
 from functools import partial
 
 import lightning as L
@@ -10,10 +11,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_hetero import BlockTopK, LookAheadCallback, TTACallback
+from lightning_hetero.comm.agreement import sync_schedule
 from lightning_hetero.core.compression.convergence_profile import ConvergenceProfile
 from tests.counted import CountedTime
 from tests.helpers import Points, Regressor, fit, raised
-from tests.ranks import run_ranks
+from tests.ranks import at_end, run_ranks
 
 BATCH = 5
 FAT, THIN = 50e6, 2e5  # bytes per second
@@ -66,7 +68,9 @@ class Link(L.Callback):
 
 
 def _run(rank, rates, settings, kwargs):
-    counted, callback = CountedTime(rank, FAT), TTACallback(**settings)
+    counted, callback, usual = CountedTime(rank, FAT), TTACallback(**settings), sync_schedule.SETTINGS
+    at_end(partial(setattr, sync_schedule, "SETTINGS", usual))
+    sync_schedule.SETTINGS = replace(usual, min_steps_density=kwargs.pop("every", 2))
     link = Link(counted, rates)
     strategy = {"compression": BlockTopK(density=0.3), "replan": 8, **kwargs.pop("strategy", {})}
     model = Wide(counted, kwargs.pop("by_sample", (1e-4, 1e-4))[rank], kwargs.pop("adam", False))
@@ -93,10 +97,10 @@ def test_a_resumed_run_keeps_the_density_until_eight_new_steps_were_measured(at,
     """Between two sync rounds; the first time with messages that were timed and not compared yet."""
     saving = ModelCheckpoint(dirpath=tmp_path, save_top_k=-1, filename="{step}", every_n_train_steps=at)
     whole = run({0: FAT, 16: THIN}, callbacks=[saving], enable_checkpointing=True, max_steps=72)[0]["densities"]
-    rest = run({at: THIN}, ckpt_path=str(tmp_path / f"step={at}.ckpt"), max_steps=72)[0]["densities"]
+    rest = run({at: FAT}, ckpt_path=str(tmp_path / f"step={at}.ckpt"), max_steps=160)[0]["densities"]
     assert rest[:8] == [whole[at - 1]] * 8
-    assert changes(whole[at:])
-    assert rest[-1] == pytest.approx(whole[-1], rel=0.5)
+    assert whole[-1] < whole[15] / 10
+    assert rest[-1] > 2 * rest[0]
 
 
 def test_messages_and_split_follow_link_and_workers_within_seconds_and_stay_where_nothing_happens():
@@ -104,34 +108,34 @@ def test_messages_and_split_follow_link_and_workers_within_seconds_and_stay_wher
 
     What counts is what was done: bytes that set out, and samples that each rank was given.
     """
-    results = run({56: THIN, 112: FAT}, max_steps=184, batch=20, by_sample=(5e-4, 1.5e-3))
+    results = run({56: THIN, 112: FAT}, max_steps=320, batch=20, by_sample=(5e-4, 1.5e-3))
     moments, sent = results[0]["moments"], results[0]["sizes"]
     assert sent == results[1]["sizes"]
     fat, thin, again = sent[55], sent[111], sent[-1]
     assert thin < fat / 3
     assert again > fat / 3
-    assert 1 / results[0]["densities"][111] < 100, "so early, that holds back more than all steps so far"
-    assert all(later < earlier for earlier, later in changes(sent[56:112])), "to and fro on the thin link"
-    assert len(changes(sent[88:112])) == 0, "it moves although nothing happens"
+    assert len(changes(sent[56:112])) == 1, "to and fro on the thin link, or step by step"
     assert all(later > earlier for earlier, later in changes(sent[112:])), "to and fro on the fat link"
-    assert len(changes(sent[112:])) <= 8
     first = next(step for step in range(56, 112) if sent[step] == thin)
     assert moments[first] - moments[56] < 5
     given = [[len(indices) for *_, indices in r["seen"]] for r in results]
-    assert [first + second for first, second in zip(*given, strict=True)] == [40] * 184
+    assert [first + second for first, second in zip(*given, strict=True)] == [40] * 320
     assert given[0][0] == 20
     assert 28 <= min(given[0][40:]) <= max(given[0][40:]) <= 32, "the link was taken for a worker, or to and fro"
 
 
-def test_messages_come_late_once_that_is_worth_its_price_and_take_no_longer_than_computing():
-    """Even the least message takes most of a step on the thin link; on the fat one nothing is to be gained."""
-    results = run({0: FAT, 16: THIN}, {"min_density": 0.02}, max_steps=104, strategy={"staleness": 1})
-    assert results[0]["late"] == results[1]["late"], "ranks delay different steps"
-    late = results[0]["late"]
-    assert not any(late[:16])
-    assert all(late[-8:])
-    assert len(changes(late)) == 1, "to and fro"
-    assert results[0]["densities"][-1] < results[0]["densities"][15]
+def test_messages_come_late_where_the_user_chose_it_and_take_no_longer_than_computing():
+    results = run({0: FAT, 16: THIN}, {"min_density": 0.005}, max_steps=104, strategy={"staleness": 1})
+    assert all(results[0]["late"])
+    assert all(results[1]["late"])
+    assert results[0]["sizes"][15] > 3 * results[0]["sizes"][-1]
+    assert 0.003 < results[0]["sizes"][-1] / THIN < 0.018
+
+
+def test_a_link_that_stalls_hastens_the_next_round():
+    """Rounds come every 50 steps of 17 ms; a message of some seconds is late."""
+    sent = run({60: 1e3}, {"max_density": 0.03}, max_steps=76, every=50, strategy={"replan": "auto"})[0]["sizes"]
+    assert next(step for step in range(60, 76) if sent[step] < sent[59]) <= 64
 
 
 def test_the_total_follows_link_and_profile_at_the_rate_of_the_script(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_hetero.core.link.bandwidth import LinkEstimate
+from lightning_hetero.core.link.bandwidth import LinkEstimate, idle_rate
 from lightning_hetero.core.link.clusters import check_clusters, check_hierarchy, clusters_by_name, clusters_by_time
 from lightning_hetero.core.link.diagnosis import CommunicationBound, network_waits
 from lightning_hetero.core.link.message_link import MessageLink
@@ -30,21 +30,19 @@ def test_seconds_per_byte_are_averaged_and_a_slower_link_is_believed_sooner(old,
 @pytest.mark.parametrize("truth", [2e5, 5e7])
 def test_the_idle_rule_finds_the_rate_from_either_side(truth):
     """S sec. 4.1: up by 5 % while workers idle for less than 5 % of a step, else down by 20 %."""
-    link, believed = LinkEstimate(3e6), []
+    rate, believed = 3e6, []
     for _ in range(200):
-        waiting = max(0.1 * link.rate / truth - 0.1, 0.0)  # what is believed to fit into a step of 0.1 s
-        link = link.observe_idle(waiting / (0.1 + waiting))
-        believed.append(link.rate)
+        waiting = max(0.1 * rate / truth - 0.1, 0.0)  # what is believed to fit into a step of 0.1 s
+        rate = idle_rate(rate, waiting / (0.1 + waiting))
+        believed.append(rate)
     assert 0.7 * truth < np.median(believed[100:]) < 1.1 * truth
-    link = LinkEstimate(100.0)
-    assert [link.observe_idle(share).rate for share in (0.0499, 0.05, float("nan"))] == pytest.approx([105, 80, 100])
-    assert LinkEstimate().observe_idle(0.5).rate is None
+    assert [idle_rate(100.0, share) for share in (0.0499, 0.05)] == pytest.approx([105, 80])
 
 
 # latency and rate by messages of two sizes
 
 LATENCY, RATE = 3e-3, 2e7
-MEASURED = MessageTimes((LinkEstimate(),) * 2, latency=1e-3)  # before training, when ranks had nothing else to do
+MEASURED = MessageTimes(latency=1e-3)  # before training, when ranks had nothing else to do
 
 
 def seen(times, sizes, rate=RATE, jitter=0.0, rng=None):
@@ -60,7 +58,7 @@ def test_two_sizes_tell_latency_and_rate_whatever_jitter(seed, jitter):
     rng = np.random.default_rng(seed)
     times = seen(MEASURED, [2e5] * 4 + [2e4] * 8)
     assert times.latency == pytest.approx(LATENCY, rel=0.1)
-    assert times.links[1].rate == pytest.approx(RATE / 2, rel=0.15)
+    assert times.rates[1] == pytest.approx(RATE / 2, rel=0.15)
     near = seen(times, 2e4 * 1.2 ** rng.integers(-2, 3, 40), jitter=jitter, rng=rng)
     assert near.latency == pytest.approx(LATENCY, rel=0.3)
 
@@ -71,11 +69,19 @@ SIZE = MessageSize(1_000_000, 2, parts=(), listed=0, marked=0, marked_from=2.0, 
 
 
 def test_the_slowest_worker_counts():
-    link = MessageLink(0.1, SIZE, tuple(map(LinkEstimate, (3e6, 1e6, 2e6))), latency=0.25)
-    assert link.slowest == 1
-    assert link.transfer(0.5) == pytest.approx(0.25 + 0.5 / 0.9)
+    link = MessageLink(0.1, SIZE, (3e6, 1e6, 2e6), latency=0.25)
+    assert link.transfer(0.5) == pytest.approx(0.25 + 0.5)
     assert link.bytes_now == 1e5
-    assert MessageLink(0.1, SIZE, (LinkEstimate(1.0), LinkEstimate())).rates == ()
+
+
+def test_a_rate_falls_at_once_and_rises_slowly_after_a_message_before_training():
+    times = MEASURED.begun(1e6, 1e-3 + 0.1, 2)
+    assert times.rates == pytest.approx((1e7, 1e7))
+    times = seen(times, [1e5] * 3, rate=2e5)
+    assert times.rates == pytest.approx((2e5, 1e5), rel=0.3)
+    for _ in range(3):
+        before, times = times, seen(times, [1e5], rate=2e7)
+        assert times.rates[0] == pytest.approx(1 / (0.8 / before.rates[0] + 0.2 / 2e7), rel=0.1)
 
 
 # which buckets are stale

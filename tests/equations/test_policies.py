@@ -11,12 +11,8 @@ import pytest
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.control_settings import ControlSettings
 from lightning_hetero.core.batching.plan import BatchPlan
-from lightning_hetero.core.compression.density_search import SearchSettings
-from lightning_hetero.core.compression.objective import PenaltySettings
-from lightning_hetero.core.link.bandwidth import BandwidthSettings, LinkEstimate
 from lightning_hetero.core.link.message_link import MessageLink
 from lightning_hetero.core.link.message_size import MessageSize
-from lightning_hetero.core.link.message_times import LatencySettings
 from lightning_hetero.core.link.staleness import StaleSettings
 from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
@@ -31,7 +27,6 @@ from lightning_hetero.core.policies.base import (
 )
 from lightning_hetero.core.policies.round_decision import decide_round
 from lightning_hetero.core.policies.static import StaticPlanner
-from lightning_hetero.core.policies.time_to_accuracy import DensitySettings
 from lightning_hetero.core.timing.step_times import SmoothingSettings
 from tests.equations.clusters import (
     CLUSTER,
@@ -49,7 +44,7 @@ from tests.equations.clusters import (
 
 NOISE = RunningNoiseScale().update(trace=900.0, global_sq_norm=1.0 + 900 / 48, total_batch_size=48)
 SIZE = MessageSize(2_000_000, 2, parts=(6,), listed=64, marked=64, marked_from=2.0, align=1)
-LINK = MessageLink(0.01, SIZE, (LinkEstimate(1e7),) * 3, seconds=0.01, latency=1e-3, step=40_000)
+LINK = MessageLink(0.01, SIZE, (1e7,) * 3, seconds=0.01, latency=1e-3)
 
 
 @pytest.fixture(params=[name for name, entry in POLICIES.items() if entry.planner is not None])
@@ -94,14 +89,9 @@ def test_each_policy_makes_its_planner_and_is_known_by_its_name():
 OUT_OF_RANGE = [
     (ControlSettings, {"min_steps": 2.5, "min_throughput_change": 1.1, "gain_growth": 0.9, "min_gain": 1.1}),
     (ControlSettings, {"gain_after_reversal": 0.0, "bound_lifetime_growth": 0, "finishing_dead_band": 1.1}),
-    (DensitySettings, {"stale_headroom": 0.9, "densities_per_decade": 0, "min_relative_gain": 1.1, "max_growth": 1.0}),
     (PlannerSettings, {"still": 0.0, "moving": -1.0, "unseen": 1.1, "least_gain": -0.1, "doubt": -1.0}),
     (SmoothingSettings, {"noise_steps": 0, "longest_mean_steps": 0, "outlier_ratio": 0}),
-    (SearchSettings, {"points": 2}),
-    (PenaltySettings, {}),
-    (LatencySettings, {}),
     (StaleSettings, {}),
-    (BandwidthSettings, {}),
 ]
 
 
@@ -173,7 +163,7 @@ def test_every_plan_has_its_total_within_bounds_in_multiples(name, multiple, bou
     plan = BatchPlan(4 * multiple * n, (4 * multiple,) * n)
     ctx = context(
         *(plan.total_batch_size, n), min_local=(multiple,) * n, max_local=most, multiple=multiple, noise=NOISE,
-        capacities=tuple(rng.uniform(1, 9, n)), link=replace(LINK, estimates=(LinkEstimate(1e7),) * n),
+        capacities=tuple(rng.uniform(1, 9, n)), link=replace(LINK, rates=(1e7,) * n),
     )  # fmt: skip
     planner = fresh(name, plan.total_batch_size)
     first = planner.initial(ctx)

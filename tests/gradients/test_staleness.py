@@ -144,30 +144,23 @@ def test_sums_are_foretold_from_the_own_part_and_known_after_a_checkpoint():
 
 
 def _controlled(rank):
-    """What a controller's choices change: messages that are stale, and what is said of it."""
+    """What a controller's choices change, and what is said of it."""
     run, lines = Run(rank, Way("block_topk(density=0.4, block=8, warmup_steps=0)", stale={})), collected()
     logging.getLogger("lightning_hetero").setLevel(logging.INFO)
-    found = []
-    for density, stale, least in (
-        *((0.4, None, 0.1), (0.2, None, 0.1), (0.2, True, 0.1), (0.2, True, 0.1)),
-        *((0.2, None, 2.0), (0.2, None, 2.0), (0.2, False, 0.1)),
-    ):
+    run.compression.measure_link()
+    rates, found = run.compression.link().rates, []
+    for density, least in ((0.4, 0.1), (0.2, 0.1), (0.2, 0.1), (0.2, 2.0), (0.2, 2.0), (0.2, 0.1)):
         lines.clear()
-        run.compression.apply_choice(DensityChoice(density, 10, 1.0, 1.0, 0.5, least), stale)
+        run.compression.apply_choice(DensityChoice(density, 10, 1.0, 1.0, 0.5, least))
         run.backward(0)
-        blocks = run.compression.blocks
-        found.append((blocks.density, run.late.stale_share, run.late.externally_controlled, len(lines)))
-    link = run.compression.link()
-    found.append((link.density, link.stale, link.may_be_stale))
+        found.append((run.compression.blocks.density, len(lines)))
+    run.compression.measure_link()
+    found.append((run.compression.link().density, run.compression.link().rates == rates))
     run.close()
     return found
 
 
 def test_a_controllers_choices_reach_messages_and_rank_0_says_what_changes():
     for rank, found in enumerate(run_ranks(_controlled, 2)):
-        says = [0, 1, 1, 0, 1, 0, 1] if rank == 0 else [0] * 7
-        stale = [0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0]
-        controlled = [False] * 2 + [True] * 5
-        expected = list(zip([0.4] + [0.2] * 6, stale, controlled, says, strict=True))
-        assert found[:7] == expected
-        assert found[7] == (0.2, False, True)
+        says = [0, 1, 0, 1, 0, 1] if rank == 0 else [0] * 6
+        assert found == [*zip([0.4] + [0.2] * 5, says, strict=True), (0.2, True)]

@@ -112,8 +112,10 @@ def test_the_slowest_rank_is_the_rate_of_the_link_and_a_round_without_messages_k
     watch = LinkState(2)
     watch.begin(0.001)
     assert watch.metrics([0, 1]) == {}
-    link = watch.link(0.1, SIZE, stale=False, may_be_stale=True, step=5)
-    assert (link.rates, link.seconds, link.latency, link.may_be_stale, link.step) == ((), None, 0.001, True, 5)
+    link = watch.link(0.1, SIZE, stale=True)
+    assert (link.rates, link.seconds, link.latency, link.stale) == ((), None, 0.001, True)
+    watch.see_probe(1_000_000, 0.501)
+    assert watch.link(0.1, SIZE, stale=False).rates == pytest.approx((2e6, 2e6))
     watch.begin(0.0)
     watch.see(seen(1e6, 0.5, 0.25))
     rates = {"hetero/bandwidth": 2e6, "hetero/bandwidth/rank0": 2e6, "hetero/bandwidth/rank3": 4e6}

@@ -11,7 +11,7 @@ class Watching(StaticPlanner):
 
     Args:
         splits: local batch sizes of each round; the last ones stay.
-        sends: density and staleness of messages from the first round on.
+        sends: density of messages from the first round on.
     """
 
     def __init__(self, splits=(), sends=None):
@@ -22,13 +22,13 @@ class Watching(StaticPlanner):
 
     def decide(self, observations, current, context):
         self.seen.append((observations, context))
-        density = stale = proposal = None
+        density = proposal = None
         if self.splits:
             sizes = self.splits.pop(0)
             proposal = Proposal(BatchPlan(sum(sizes), sizes), "onwards")
         if self.sends:
-            density, stale = DensityChoice(self.sends[0], current.total_batch_size, 1.0, 1.0, 1.0, 1.0), self.sends[1]
-        return Decision(self, proposal, density=density, stale=stale, error=0.5)
+            density = DensityChoice(self.sends, current.total_batch_size, 1.0, 1.0, 1.0, 1.0)
+        return Decision(self, proposal, density=density, error=0.5)
 
     def predict(self, plan, context):
         return float(plan.local_batch_sizes[0])

@@ -23,8 +23,11 @@ class ScheduleSettings:
         first_step: step of the first round: most of the cost of a short training is its equal sizes before it.
         min_steps: fewest steps.
         min_steps_moving: fewest steps while the speeds of workers change.
+        min_steps_density: fewest steps where a density is decided on: of long steps, few tell what the link does, and
+            the first one after a round is not timed.
         max_steps: most steps.
         max_time_share: share of the time that rounds may take.
+        late_factor: factor of the planned time to the next round after which it is late.
 
     Example:
         >>> ScheduleSettings().max_time_share
@@ -34,8 +37,10 @@ class ScheduleSettings:
     first_step: int = 6
     min_steps: int = 8
     min_steps_moving: int = 4
+    min_steps_density: int = 2
     max_steps: int = 1000
     max_time_share: float = 0.005
+    late_factor: float = 2.0
 
 
 SETTINGS = ScheduleSettings()
@@ -59,6 +64,7 @@ class SyncSchedule:
     last: int = 0
     begun: int = 0
     cost: float = math.inf
+    seconds: float = math.inf
 
     def __post_init__(self) -> None:
         first = NEVER if self.replan == "epoch" else SETTINGS.first_step
@@ -79,6 +85,13 @@ class SyncSchedule:
         """
         self.next = min(self.next, step)
 
+    def late(self, seconds: float) -> bool:
+        """Return whether so many seconds after a round the next one is late, because steps have become longer.
+
+        Only rank 0 knows, which has planned the round.
+        """
+        return seconds > SETTINGS.late_factor * self.seconds
+
     def due_at_epoch(self, step: int, *, micro_batches_move: bool = False) -> bool:
         """Return whether enough steps have passed since the last sync round for one between two epochs.
 
@@ -93,8 +106,9 @@ class SyncSchedule:
         """Return the step of the next sync round; with ``"auto"``, the first that keeps them at 0.5 % of the time.
 
         It comes after 8 to 1000 steps, or after 4 at the earliest while speeds change, since a plan knows nothing newer
-        than the round it is based on. A change of plan adds one step, because its first step is not observed. A
-        decision that waits for the next steps' timings waits for eight of them at most, whatever that costs.
+        than the round it is based on, or after 2 where the density of messages is decided on. A change of plan adds one
+        step, because its first step is not observed. A decision that waits for the next steps' timings waits for eight
+        of them at most, whatever that costs.
 
         The lower cost of the last two rounds counts, so one round on a stalled link does not delay the next ones.
 
@@ -112,12 +126,17 @@ class SyncSchedule:
         cost, self.cost = min(cost, self.cost), cost
         changed = decision.proposal is not None
         times = observations.step_time[np.isfinite(observations.step_time)]
-        limits, steps = SETTINGS, SETTINGS.min_steps
-        if times.size:
-            steps = math.ceil(cost / limits.max_time_share / max(float(np.median(times)), 1e-6))
-        steps = max(steps, limits.min_steps_moving if decision.moving else limits.min_steps)
+        limits, least = SETTINGS, SETTINGS.min_steps
+        if decision.density is not None:
+            least = limits.min_steps_density
+        elif decision.moving:
+            least = limits.min_steps_moving
+        usual = max(float(np.median(times)), 1e-6) if times.size else math.inf
+        steps = math.ceil(cost / limits.max_time_share / usual)
         most = limits.min_steps + ahead * changed if decision.soon else limits.max_steps
-        return step + min(steps, most) + changed
+        steps = min(max(steps, least), most) + changed
+        self.seconds = steps * usual
+        return step + steps
 
     def done(self, step: int, following: int, *, between_epochs: bool = False) -> None:
         """End a sync round; all ranks take the step of the following one from rank 0."""

@@ -20,7 +20,7 @@ from lightning_hetero.comm.compressors.registry import AveragerContext, averager
 from lightning_hetero.comm.gradients.averager import GradientAverager, StepReport
 from lightning_hetero.comm.gradients.ddp_hook import HookState
 from lightning_hetero.comm.gradients.requirements import check_parameters, warn_of_untrained
-from lightning_hetero.comm.link.link_benchmark import latency
+from lightning_hetero.comm.link.link_benchmark import BENCHMARK, slowest_exchange
 from lightning_hetero.comm.link.link_state import LinkState
 from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.compression.objective import DensityChoice
@@ -115,7 +115,8 @@ class GradientCompression:
         )
         self.averager = averager_for(self.settings, context)
         if self.blocks is not None:
-            self.watch.begin(latency(self.control, self._topology, next(iter(parameters.values())).device))
+            device = next(iter(parameters.values())).device
+            self.watch.begin(slowest_exchange(BENCHMARK.latency_bytes, self.control, self._topology, device))
         self.hook.use(self.averager)
         self.checkpoint.hand_over(self.averager, self.watch, before)
 
@@ -218,23 +219,24 @@ class GradientCompression:
         blocks, stale = self.blocks, self.hook.staleness
         if blocks is None:
             return None
-        return self.watch.link(
-            blocks.density,
-            blocks.message_size,
-            stale=stale is not None and stale.stale_share > 0.0,
-            may_be_stale=self._may_delay,
-            step=blocks.step,
-        )
+        return self.watch.link(blocks.density, blocks.message_size, stale=stale is not None and stale.stale_share > 0.0)
 
     def set_density(self, density: float | None) -> None:
         """Send another share of the blocks from the next step on, on all ranks together; ``None`` leaves it."""
         if density is not None and self.blocks is not None:
             self.blocks.set_density(density)
 
-    def apply_choice(self, choice: DensityChoice | None, stale: bool | None) -> None:
-        """Apply rank 0's choice of density and of stale or synchronous messages; rank 0 logs changes."""
+    def measure_link(self) -> None:
+        """Measure the rate of the link by a large message, where none is known; a collective call."""
+        if self.blocks is not None and not self.watch.times.rates and self._module is not None:
+            device = next(self._module().parameters()).device  # type: ignore[union-attr]
+            size = BENCHMARK.probe_bytes
+            self.watch.see_probe(size, slowest_exchange(size, self.control, self._topology, device))
+
+    def apply_choice(self, choice: DensityChoice | None) -> None:
+        """Apply rank 0's choice of density; rank 0 logs changes."""
         if choice is not None and self.blocks is not None:
-            self.density.apply(choice, stale, self.blocks, self.hook.staleness, self.watch.links)
+            self.density.apply(choice, self.blocks, self.watch.times.rates)
 
     # state
 

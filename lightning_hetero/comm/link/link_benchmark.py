@@ -1,4 +1,4 @@
-"""Measurement of a link before training: latency, and for ``compression="auto"`` also rate and encoding time."""
+"""Measurement of a link before training: latency, and where a density is chosen also rate and encoding time."""
 
 import time
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ __all__ = [
     "all_reduce_seconds",
     "encode_seconds",
     "exchange_seconds",
-    "latency",
+    "slowest_exchange",
 ]
 
 
@@ -47,9 +47,9 @@ class BenchmarkSettings:
 BENCHMARK = BenchmarkSettings()
 
 
-def latency(control: ControlPlane, topology: Topology, device: torch.device) -> float:
-    """Measure the seconds of a 64-byte exchange: the best of three, of the slowest rank; a collective call."""
-    return float(control.gather(np.array([exchange_seconds(BENCHMARK.latency_bytes, topology, device)])).max())
+def slowest_exchange(size: int, control: ControlPlane, topology: Topology, device: torch.device) -> float:
+    """Measure the seconds of an exchange of messages of ``size`` bytes on the slowest rank; a collective call."""
+    return float(control.gather(np.array([exchange_seconds(size, topology, device)])).max())
 
 
 def exchange_seconds(size: int, topology: Topology, device: torch.device) -> float:

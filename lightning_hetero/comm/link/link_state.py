@@ -1,12 +1,12 @@
 """State of the link that compressed gradients cross, the same on all ranks after a sync round."""
 
+import math
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.comm.timing.message_timer import MessageTimer, message_seconds
-from lightning_hetero.core.link.bandwidth import LinkEstimate
 from lightning_hetero.core.link.message_link import MessageLink
 from lightning_hetero.core.link.message_size import MessageSize
 from lightning_hetero.core.link.message_times import MessageTimes
@@ -28,17 +28,16 @@ class LinkState:
     """
 
     def __init__(self, size: int) -> None:
-        self.times = MessageTimes((LinkEstimate(),) * size)
+        self.size, self.times = size, MessageTimes()
         self.seconds: float | None = None
-
-    @property
-    def links(self) -> tuple[LinkEstimate, ...]:
-        """Rate estimate of each rank or cluster."""
-        return self.times.links
 
     def begin(self, latency: float) -> None:
         """Start from a latency in seconds that was measured before training."""
-        self.times = MessageTimes(self.times.links, latency)
+        self.times = MessageTimes(latency=latency)
+
+    def see_probe(self, num_bytes: int, seconds: float) -> None:
+        """Take the rate from a large message of every rank to every other that was measured before training."""
+        self.times = self.times.begun((self.size - 1) * num_bytes, seconds, self.size)
 
     def metrics(self, leaders: list[int]) -> dict[str, float]:
         """Return metrics: rates in bytes per second, and seconds of the newest messages.
@@ -46,7 +45,7 @@ class LinkState:
         Args:
             leaders: ranks that exchange, in the order of their rates.
         """
-        rates = [link.rate for link in self.links if link.rate is not None]
+        rates = self.times.rates
         metrics = {f"hetero/bandwidth/rank{i}": rate for i, rate in zip(leaders, rates, strict=False)}
         if rates:
             metrics["hetero/bandwidth"] = min(rates)
@@ -64,31 +63,29 @@ class LinkState:
         Args:
             everyone: :meth:`take` of every rank, shape ``(ranks, n)``.
         """
-        seen = message_seconds(everyone.reshape(len(everyone), -1, 2 + len(self.links)))
+        seen = message_seconds(everyone.reshape(len(everyone), -1, 2 + self.size))
         self.seconds = None if seen is None else float(seen[1].max())
         if seen is None:
             return
         self.times = self.times.observe(*seen)
 
-    def link(
-        self, density: float, message_size: MessageSize, *, stale: bool, may_be_stale: bool, step: int
-    ) -> MessageLink:
+    def link(self, density: float, message_size: MessageSize, *, stale: bool) -> MessageLink:
         """Return the link for a planner."""
-        latency, error = self.times.latency, self.times.latency_error or 0.0
-        return MessageLink(density, message_size, self.links, self.seconds, stale, latency, error, may_be_stale, step)
+        return MessageLink(density, message_size, self.times.rates, self.seconds, stale, self.times.latency)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the estimates as plain Python values."""
         return {
-            "rates": [link.rate for link in self.links],
+            "rates": list(self.times.rates),
             "latency": self.times.latency,
             "latency_error": self.times.latency_error,
             "last": None if self.times.last is None else list(self.times.last),
+            "least": self.times.least,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the estimates if the number of ranks or clusters is the same; else keep the present ones."""
-        if len(state["rates"]) == len(self.links):
-            links, last = tuple(LinkEstimate(rate) for rate in state["rates"]), state.get("last")
+        if len(state["rates"]) == self.size and None not in state["rates"]:
+            last, least = state["last"], state.get("least", math.inf)
             last = None if last is None else (float(last[0]), float(last[1]))
-            self.times = MessageTimes(links, state["latency"], state.get("latency_error"), last)
+            self.times = MessageTimes(tuple(state["rates"]), state["latency"], state["latency_error"], last, least)

@@ -193,9 +193,7 @@ def choose_density(
     """Return the density of least ``(1 + g(density)) step(density)``; the dense all-reduce unless that gains 5 %.
 
     ``g`` is :func:`~lightning_hetero.core.compression.objective.density_penalty`, the cost of a density over a whole
-    training. The choice is made once, so the passing cost of a cut early in training
-    (:func:`~lightning_hetero.core.compression.objective.cut_penalty`) does not count. Neither does staleness: the user
-    chose it, and dense gradients may be stale as well.
+    training. Staleness does not count: the user chose it, and dense gradients may be stale as well.
 
     Args:
         measured: of the link.

@@ -12,39 +12,30 @@ from dataclasses import dataclass
 from lightning_hetero.core.rounded import rounded
 from lightning_hetero.core.validation import check_int, check_number
 
-__all__ = ["BucketTimes", "StaleChoice", "StaleHysteresis", "StaleSettings", "choose_synchronous"]
+__all__ = ["BucketTimes", "StaleChoice", "StaleSettings", "choose_synchronous"]
 
 
 @dataclass(frozen=True)
 class StaleSettings:
-    """Thresholds at which buckets, or whole messages, become stale and synchronous again.
+    """Thresholds at which buckets become stale and synchronous again.
 
     Args:
         simulated_steps: steps of the simulated link, ``>= 2``; the second half, where the pattern repeats, is measured.
         tolerance: share by which a step may take longer than without synchronous buckets, to make more synchronous.
         link_factors: factors on the transfer times; fewer buckets become stale only if the choice holds at all of them.
-        min_relative_gain: least predicted gain for which messages become stale, as a share.
-        keep_relative_gain: gain below which they become synchronous again, as a share.
-        rounds: successive sync rounds that have to favor stale messages.
 
     Example:
-        >>> StaleSettings().rounds
-        3
+        >>> StaleSettings().tolerance
+        0.02
     """
 
     simulated_steps: int = 12
     tolerance: float = 0.02
     link_factors: tuple[float, ...] = (0.8, 0.9, 1.0, 1.12, 1.25)
-    min_relative_gain: float = 0.05
-    keep_relative_gain: float = 0.01
-    rounds: int = 3
 
     def __post_init__(self) -> None:
         check_int("simulated_steps", self.simulated_steps, minimum=2)
-        check_int("rounds", self.rounds, minimum=1)
         check_number("tolerance", self.tolerance, low=0.0)
-        check_number("min_relative_gain", self.min_relative_gain, low=0.0, high=1.0)
-        check_number("keep_relative_gain", self.keep_relative_gain, low=0.0, high=self.min_relative_gain)
         for i, factor in enumerate(self.link_factors):
             check_number(f"link_factors[{i}]", factor, low=0.0, include_low=False)
 
@@ -152,40 +143,6 @@ class StaleChoice:
         if self.communication_bound:
             text += f"; communication-bound: the gradients of a step take {rounded(1e3 * self.transfer)} ms on the link"
         return text
-
-
-@dataclass(frozen=True)
-class StaleHysteresis:
-    """Hysteresis for the messages of a step, all stale or all synchronous: slow to become stale, quick to return.
-
-    Args:
-        rounds: successive sync rounds in favor of stale messages.
-
-    Example:
-        >>> state = StaleHysteresis()
-        >>> for _ in range(3):
-        ...     state, stale = state.observe(False, gain=0.2)
-        >>> stale, state.observe(True, gain=0.03)[1], state.observe(True, gain=0.0)[1]
-        (True, True, False)
-    """
-
-    rounds: int = 0
-
-    def observe(self, stale: bool, gain: float, settings: StaleSettings = SETTINGS) -> "tuple[StaleHysteresis, bool]":
-        """Process one more sync round.
-
-        Args:
-            stale: whether messages are stale at present.
-            gain: predicted gain of stale messages over synchronous ones, each at its best density, as a share.
-            settings: thresholds.
-
-        Returns:
-            The new state, and whether messages are stale from now on.
-        """
-        if stale:
-            return StaleHysteresis(), gain >= settings.keep_relative_gain
-        rounds = self.rounds + 1 if gain > settings.min_relative_gain else 0
-        return (StaleHysteresis(), True) if rounds >= settings.rounds else (StaleHysteresis(rounds), False)
 
 
 def choose_synchronous(times: BucketTimes, current: int, *, hysteresis: float = 0.03) -> StaleChoice:

@@ -94,7 +94,6 @@ class Decision:
         planner: the planner that has seen the observations, ``None`` if the decision is not a planner's.
         proposal: plan to change to, ``None`` to keep the current one.
         density: share of the gradient to send from now on, with its predictions; ``None`` leaves it unchanged.
-        stale: whether gradients are applied one step late from now on; ``None`` leaves that unchanged.
         kept: why the plan stays, ``None`` if it changes or there is nothing to say. The log gives each text before the
             first colon only once in a run.
         soon: whether the next sync round should come as early as possible, because it is worth more than it costs.
@@ -110,7 +109,6 @@ class Decision:
     planner: "Planner | None"
     proposal: Proposal | None = None
     density: DensityChoice | None = None
-    stale: bool | None = None
     kept: str | None = None
     soon: bool = False
     error: float | None = None
@@ -161,7 +159,6 @@ class Decision:
 _NONE = type(None)
 _FIELDS: dict[str, tuple[type, ...]] = {
     "density": (DensityChoice, _NONE),
-    "stale": (bool, np.bool_, _NONE),
     "kept": (str, _NONE),
     "soon": (bool, np.bool_),
     "error": (float, int, np.number, _NONE),

@@ -22,8 +22,7 @@ def exchange_of(compression: Any, staleness: int, cluster: ClusterState) -> Mess
         raise TypeError(f"compression={compression!r} must be BlockTopK settings, such as BlockTopK(density=0.01).")
     if cluster.size < 2:
         raise ValueError("compression needs two workers at least: one sends nothing. Leave it out.")
-    stale = bool(staleness)
-    return MessageExchange(compression, cluster.link, cluster.size, may_be_stale=stale)
+    return MessageExchange(compression, cluster.link, cluster.size, stale=bool(staleness))
 
 
 def checked_devices(devices: Any) -> tuple[Device, ...]:

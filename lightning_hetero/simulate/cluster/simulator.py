@@ -63,7 +63,7 @@ class ClusterSimulator:
             :class:`~lightning_hetero.simulate.NoiseTrajectory`, for planners that move the
             total; ``None`` if it is not measured.
         compression: block top-k settings, for gradients sent as one message per worker; ``None`` for dense sums.
-        staleness: 1 if a planner may let messages travel while the next step computes.
+        staleness: 1 if messages travel while the next step computes.
         events: workers that join or leave, each by a restart from a checkpoint
             (:mod:`lightning_hetero.simulate.cluster.changes`); slowdowns are in the profiles.
         restart_seconds: seconds of such a restart.
@@ -143,6 +143,8 @@ class ClusterSimulator:
             seed=seed,
         )
         self._rounds.begin(cluster, total_batch_size)
+        if messages is not None:
+            self._rounds.begin_sending(messages)
 
     # what runs
 

@@ -99,6 +99,11 @@ class EndingMixin(AloneMixin):
         if self._signals is not None:
             self._signals.settle()
 
+    def ask_for_round(self) -> None:
+        """Let a sync round follow the next batch but one, on all ranks; for any rank to call."""
+        if self._signals is not None:
+            self._signals.note_round()
+
     @property
     def _told_together(self) -> bool:
         return self._signals is not None and self._signals.agreed

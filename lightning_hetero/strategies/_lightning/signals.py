@@ -38,7 +38,7 @@ class _Note(IntEnum):
     END = 0
     REQUEUE = 1
     MEMBERS = 2
-    MEMORY = 3
+    ROUND = 3
 
 
 def sigterm_at_next_merge(trainer: "Trainer", note: Callable[[], None]) -> None:
@@ -77,7 +77,7 @@ class SharedSignals:
         trainer: trainer whose handlers and check are replaced.
         control: control plane of the ranks.
         members_change: returns whether a worker waits to join; ``None`` if none can.
-        hasten: called at the same batch on all ranks after one has run out of memory.
+        hasten: called at the same batch on all ranks after one has asked for a sync round.
     """
 
     def __init__(
@@ -129,9 +129,9 @@ class SharedSignals:
         if self._control.world_size == 1 and self._requeue is not None:
             self._requeue(signum, frame)
 
-    def note_memory(self) -> None:
-        """Note that this rank has run out of memory, so that its bound has fallen."""
-        self._noted[_Note.MEMORY] = 1
+    def note_round(self) -> None:
+        """Ask for a sync round soon: this rank has run out of memory, or steps have become long."""
+        self._noted[_Note.ROUND] = 1
 
     def start(self) -> None:
         """Check before each batch from now on."""
@@ -180,7 +180,7 @@ class SharedSignals:
         if self._members_change is not None:
             self._noted[_Note.MEMBERS] = int(self._members_change())
         sent = [self._noted.get(note, 0) for note in _Note]
-        for note in (_Note.REQUEUE, _Note.MEMORY):  # not after the exchange: a signal may come while that waits
+        for note in (_Note.REQUEUE, _Note.ROUND):  # not after the exchange: a signal may come while that waits
             sent[note] = self._noted.pop(note, 0)
         return self._notes.exchange(sent)
 
@@ -193,7 +193,7 @@ class SharedSignals:
             self.agreed = True
             self._trainer._signal_connector.received_sigterm = True
             raise SIGTERMException
-        if told[_Note.MEMORY]:
+        if told[_Note.ROUND]:
             self._hasten()
         if told[_Note.MEMBERS]:
             raise MembersChangeError("a worker waits to join")

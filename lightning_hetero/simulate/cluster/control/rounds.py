@@ -11,6 +11,7 @@ from lightning_hetero.config import HeteroConfig
 from lightning_hetero.core.batching.plan import BatchPlan, PlanEntry, PlanHistory
 from lightning_hetero.core.policies.base import PlanContext, Planner, load_planner
 from lightning_hetero.core.policies.round_decision import decide_round
+from lightning_hetero.core.policies.time_to_accuracy import TimeToAccuracyPlanner
 from lightning_hetero.core.validation import check_number
 from lightning_hetero.simulate.cluster.control.noise_trajectory import NoiseTrajectory
 from lightning_hetero.simulate.cluster.control.virtual_timer import StepMeasurements, VirtualTimer
@@ -77,8 +78,15 @@ class VirtualRounds:
         self.timer: StepMeasurements = VirtualTimer(1) if timer is None else timer
         self._history: PlanHistory | None = None
         self._noise, self._samples = noise, 0
+        self._watches, self._since = False, 0.0  # whether long steps hasten a round; seconds since the last one
         if noise is not None:
             noise.begin(seed)
+
+    def begin_sending(self, messages: MessageExchange) -> None:
+        """Begin a run whose planner decides on the density of messages, as its callback does."""
+        if isinstance(self.planner, TimeToAccuracyPlanner):
+            self.planner, self._watches = self.planner.begin(messages.see()), True
+            messages.density = self.planner.density or messages.density
 
     def begin(self, cluster: ClusterState, total: int, step: int = 0) -> None:
         """Begin a run, or go on with other workers as one that was started anew from its checkpoint."""
@@ -118,6 +126,8 @@ class VirtualRounds:
     def stretch_ends(self, step: int) -> int:
         """Return the step before which the plan stays and no round is due."""
         assert self._history is not None
+        if self._watches:
+            return step + 1
         starts = [entry.step for entry in self._history.entries if entry.step > step]
         return min([max(self.schedule.next, step + 1), *starts])
 
@@ -135,12 +145,15 @@ class VirtualRounds:
         """Measure some steps."""
         self.timer.see(times)
         total, steps = int(times.planned.sum()), len(times.a)
+        self._since += float(times.seconds.sum())
         if self._noise is not None:
             self._noise.see(total, steps, self._samples)
         self._samples += total * steps
 
     def due(self, step: int) -> bool:
         """Return whether a round follows after so many steps."""
+        if self._watches and self.schedule.late(self._since):
+            self.schedule.hasten(step + 2)  # ranks tell each other of it before the next batch
         return self.schedule.due(step)
 
     def context(
@@ -167,9 +180,9 @@ class VirtualRounds:
         seconds = self._round_seconds(taken, cluster.size)
         following = self.schedule.after(step, observations, seconds, decision, ahead=self._ahead)
         self.schedule.done(step, following)
-        self.planner = decision.planner
+        self.planner, self._since = decision.planner, 0.0
         if messages is not None:
-            messages.apply(decision.density, decision.stale)
+            messages.apply(decision.density)
         self._record.add(RoundRecord(step, predicted, error, decision.kept, following, seconds, taken))
         return seconds
 

@@ -8,7 +8,6 @@ import numpy.typing as npt
 from lightning_hetero.comm.timing.settings import SETTINGS
 from lightning_hetero.core.compression.objective import DensityChoice
 from lightning_hetero.core.compression.settings import BlockTopK
-from lightning_hetero.core.link.bandwidth import LinkEstimate
 from lightning_hetero.core.link.message_link import MessageLink
 from lightning_hetero.core.link.message_times import MessageTimes
 from lightning_hetero.simulate.cluster.link_profile import LinkProfile
@@ -28,11 +27,10 @@ class MessageExchange:
         settings: of the compression; ``dense_every`` has to be ``None``.
         link: that messages cross; a worker sends its message to all others.
         workers: number of workers.
-        may_be_stale: whether a planner may make messages stale.
+        stale: whether messages travel while the next step computes.
 
     Attributes:
         density: share of the blocks that is sent.
-        stale: whether messages travel while the next step computes.
 
     Example:
         >>> exchange = MessageExchange(BlockTopK(density=0.1), LinkProfile(gradient_bytes=4e6, rate=1e6), workers=2)
@@ -41,16 +39,19 @@ class MessageExchange:
         ([1.11, 1.11], [0.0, 1.11])
     """
 
-    def __init__(self, settings: BlockTopK, link: LinkProfile, workers: int, *, may_be_stale: bool = False) -> None:
-        from lightning_hetero.compression.wire_format import message_size  # imports torch, which takes a second
+    def __init__(self, settings: BlockTopK, link: LinkProfile, workers: int, *, stale: bool = False) -> None:
+        from lightning_hetero.comm.link.link_benchmark import BENCHMARK  # imports torch, which takes a second
+        from lightning_hetero.compression.wire_format import message_size
 
         if settings.dense_every is not None:
             raise ValueError(f"dense_every={settings.dense_every} is not simulated; leave it out.")
-        self.settings, self.link, self.density, self.stale = settings, link, settings.density, False
-        self.workers, self._may_be_stale, self._sent = workers, may_be_stale, 0
+        self.settings, self.link, self.density, self.stale = settings, link, settings.density, stale
+        self.workers = workers
         blocks = max(-(-int(link.gradient_bytes / 4) // settings.block), 1)
         self._size = message_size(blocks, settings.block, settings.value_dtype, workers)
-        self._times = MessageTimes((LinkEstimate(),) * workers, link.latency)
+        probe = (workers - 1) * BENCHMARK.probe_bytes  # what a run measures before its first step
+        seconds = link.latency + probe / link.rate_at(0.0)
+        self._times = MessageTimes(latency=link.latency).begun(probe, seconds, workers)
         self._seen: deque[float] = deque(maxlen=SETTINGS.max_steps)  # seconds of the messages since the last round
         self._starts, self._arrival = np.zeros(workers), -np.inf  # of the next step, on the clock
 
@@ -76,7 +77,8 @@ class MessageExchange:
             clock: when the first step begins at the earliest.
         """
         seconds, begins, num_bytes = np.empty(len(compute)), np.empty(len(compute)), self.bytes_now
-        self._starts = np.maximum(self._starts, clock)
+        if clock > self._starts.max() + 1e-9:  # after a sync round or a restart, for which all wait
+            self._starts = np.maximum(self._starts, clock)
         for t, own in enumerate(compute):
             ready = self._starts + own
             last, leaves = float(ready.max()), max(float(ready.max()), self._arrival)
@@ -87,7 +89,6 @@ class MessageExchange:
             self._starts = np.maximum(ready, before if self.stale else self._arrival)
             end = float(self._starts.max())
             seconds[t], begins[t], clock = end - clock, clock, end
-        self._sent += len(compute)
         return seconds, begins
 
     def see(self) -> MessageLink:
@@ -97,21 +98,8 @@ class MessageExchange:
         took = float(np.median(seen)) if seen else None
         if took is not None:
             self._times = self._times.observe(num_bytes, np.full(self.workers, took))
-        times, error = self._times, self._times.latency_error or 0.0
-        return MessageLink(
-            self.density,
-            self._size,
-            times.links,
-            took,
-            self.stale,
-            times.latency,
-            error,
-            self._may_be_stale,
-            self._sent,
-        )
+        return MessageLink(self.density, self._size, self._times.rates, took, self.stale, self._times.latency)
 
-    def apply(self, choice: DensityChoice | None, stale: bool | None) -> None:
+    def apply(self, choice: DensityChoice | None) -> None:
         """Send as a planner has decided from the next step on."""
-        if choice is not None:
-            self.density = choice.density
-            self.stale = self.stale if stale is None or not self._may_be_stale else bool(stale)
+        self.density = self.density if choice is None else choice.density

@@ -164,7 +164,7 @@ class OutOfMemoryMixin(RetriedStepsMixin):
         engine.observer.discard()
         engine.data.lower_memory_bound(bound)
         if self._signals is not None:
-            self._signals.note_memory()
+            self._signals.note_round()
         self._times += 1
         if self._times & (self._times - 1):
             return
