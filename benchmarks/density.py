@@ -1,18 +1,18 @@
 """Useful samples per second of the controller of the density, against every fixed density, on links whose rate moves.
 
 Two emulated workers, one of 0.6 of the speed of the other, exchange block top-k messages on a virtual clock, with 10 %
-of jitter on each message and 5 % on computing, over a link of two milliseconds. One model is communication-bound (40
-million parameters, 0.1 s of computing), one compute-bound (5 million, 0.4 s). Each of a step's samples is worth
-``1 / (1 + g)``, with ``g`` so much for each factor of ten in density: 0.1, as the controller assumes, or, to see what
-that assumption costs, 0.03 or 0.3. The best of all fixed densities is chosen in hindsight. ``auto`` is what
-``compression="auto"`` finds at the first rate of the trace, without the dense steps that it takes to find it.
+of jitter on each message and 5 % on computing, over a link of two milliseconds. Each sample is worth ``1 / (1 + g)``,
+with ``g`` so much for each factor of ten in density: 0.1, as the controller assumes, or, to see what that assumption
+costs, 0.03 or 0.3. The best of all fixed densities is chosen in hindsight. ``auto`` is the density that
+``compression="auto"`` finds at the first rate of the trace, without the dense steps that it takes to find it. Messages
+are synchronous in all trainings of a row, or all stale, so that what staleness costs in samples cancels out.
 
-    python benchmarks/density.py                  # 120 virtual seconds of each trace; four minutes
-    python benchmarks/density.py --only outages   # some traces
-    python benchmarks/density.py --stale          # messages travel while the next step computes
+    python benchmarks/density.py                       # six minutes
+    python benchmarks/density.py --only outages sine   # some traces
 """
 
 import argparse
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -108,14 +108,12 @@ def rows_of(model, name, trace, stale, seeds):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="names of traces")
-    parser.add_argument("--stale", action="store_true")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--json", default=str(HERE / "results" / "density.json"))
     args = parser.parse_args()
     every = {name: trace for name, trace in traces().items() if not args.only or name in args.only}
-    rows = [
-        row for m in MODELS for name, trace in every.items() for row in rows_of(m, name, trace, args.stale, args.seeds)
-    ]
+    cases = itertools.product((False, True), MODELS, every.items())
+    rows = [row for stale, model, (name, trace) in cases for row in rows_of(model, name, trace, stale, args.seeds)]
     write_table(rows, args.json, "controller of the density and one density, on a virtual clock")
 
 

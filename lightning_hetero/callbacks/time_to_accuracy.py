@@ -27,11 +27,10 @@ class TTACallback(AdaptiveBatchCallback):
     Minimizes predicted time to accuracy, ``(1 + g(density, B)) T(density, B) / B`` in seconds per sample (StellaTrain,
     eq. 5). ``T`` follows from the time model of the workers and the measured rate of the link. ``g`` is the share of
     extra samples that density and total cost. It comes from a convergence profile of the model; without one, from 10 %
-    for each factor of ten in density, the cost of a cut early in training
-    (:func:`~lightning_hetero.core.compression.objective.cut_penalty`), the cost of stale gradients and, for the total,
-    the gradient noise scale. Rank 0 chooses the density, and all ranks adopt it in the same step. The density changes
-    only for a predicted gain of 2 %, the total only for ``hysteresis``. Needs ``compression=BlockTopK(...)`` or
-    ``"auto"``.
+    for each factor of ten in density and, for the total, the gradient noise scale. Rank 0 chooses the density, from the
+    measured link before the first step and in each sync round, and all ranks adopt it in the same step. The density
+    changes for a predicted gain of 0.5 %, the total only for ``hysteresis``. With ``staleness=1`` all messages are
+    stale. Needs ``compression=BlockTopK(...)`` or ``"auto"``.
 
     If even the least density takes longer to send than computing takes, a warning says ``communication-bound``, with
     the numbers. Logs the predicted ``hetero/time_to_accuracy`` (seconds per sample) besides what

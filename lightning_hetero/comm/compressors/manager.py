@@ -228,9 +228,9 @@ class GradientCompression:
 
     def measure_link(self) -> None:
         """Measure the rate of the link by a large message, where none is known; a collective call."""
-        if self.blocks is not None and not self.watch.times.rates and self._module is not None:
-            device = next(self._module().parameters()).device  # type: ignore[union-attr]
-            size = BENCHMARK.probe_bytes
+        module, size = self._trained_module, BENCHMARK.probe_bytes
+        if self.blocks is not None and module is not None and not self.watch.times.rates:
+            device = next(module.parameters()).device
             self.watch.see_probe(size, slowest_exchange(size, self.control, self._topology, device))
 
     def apply_choice(self, choice: DensityChoice | None) -> None:
