@@ -12,7 +12,7 @@ from tests.modes.runs import Saves
 from tests.ranks import run_ranks
 
 FEATURES, CLIP = 40, 0.2
-FEW = BlockTopK(density=0.05, value_dtype="float32", dense_every=11)
+FEW = BlockTopK(density=0.05, value_dtype="float32", warmup_steps=2, dense_every=11)
 NESTEROV = {"lr": 0.02, "momentum": 0.8, "weight_decay": 0.1, "nesterov": True}
 KINDS = {
     "decay, ahead": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}, True),

@@ -92,7 +92,7 @@ class BlockTopK(Compressor):
     block: int = 16
     value_dtype: str = "bfloat16"
     selector: str | None = None
-    warmup_steps: int = 2
+    warmup_steps: int = 0
     dense_every: int | None = None
     scores: str = "magnitude"
 
