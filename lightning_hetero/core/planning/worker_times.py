@@ -36,6 +36,8 @@ RARE = 0.1
 """Share of a worker's steps up to which far longer ones are events, and not its pace."""
 USUAL = 0.8
 """Elasticity of a step's time in its samples, before any worker ran at a second size."""
+WEIGHT = 0.5
+"""Workers for which that assumption counts, among those that showed theirs."""
 OFF_LINE = 0.01
 """Relative distance of a time from its line that more steps do not reduce, in the fit of the line."""
 MIN_JUMP = 0.08
@@ -189,7 +191,7 @@ class WorkerTimes:
         # the same model runs on all of them: what some showed of its fixed part holds for those seen at one size
         sure = (information / (information + prior))[:, None]
         own = np.clip(product / np.maximum(information, 1e-12)[:, None], 0.0, 1.2)
-        usual = ((sure * own).sum(axis=0) + USUAL) / (sure.sum() + 1.0)
+        usual = ((sure * own).sum(axis=0) + WEIGHT * USUAL) / (sure.sum() + WEIGHT)
         elasticity = np.clip((product + prior * usual) / (information + prior)[:, None], 0.0, 1.0)
         return size, seconds, elasticity * seconds / size[:, None], usual
 
