@@ -106,7 +106,7 @@ class StepObservations:
         """Number of observed steps."""
         return int(self.forward.shape[0])
 
-    def rows(self, which: slice) -> "StepObservations":
+    def rows(self, which: slice | npt.NDArray[np.bool_]) -> "StepObservations":
         """Return the observations of some steps.
 
         Example:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.timing.fitting import estimate_gamma, estimate_sync_times
+from lightning_hetero.core.timing.fitting import estimate_gamma, estimate_sync_times, steps_that_tell
 
 ROUNDS = 8
 """Rounds whose median counts."""
@@ -33,7 +33,7 @@ class LinkTimes:
         workers = seen.forward.shape[1]
         newest = (
             estimate_gamma(seen.first_bucket, seen.backward),
-            *estimate_sync_times(seen.overlapped_sync, seen.last_sync),
+            *estimate_sync_times(seen.overlapped_sync, seen.last_sync, steps_that_tell(seen)),
         )
         return replace(self, rounds={**self.rounds, workers: (*self.rounds.get(workers, ()), newest)[-ROUNDS:]})
 

@@ -9,8 +9,8 @@ workers are faster, the slowest gives one unit to the fastest: that shows what a
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ from lightning_hetero.core.planning.worker_times import WorkerTimes, since_jump
 from lightning_hetero.core.policies.base import Decision, PlanContext, Proposal
 from lightning_hetero.core.timing.expected_maximum import expected_maximum
 from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeModels
-from lightning_hetero.core.timing.winsorized_mean import winsorized_mean
+from lightning_hetero.core.timing.winsorized_mean import winsorize_top, winsorized_mean
 
 Array = npt.NDArray[np.float64]
 Split = tuple[int, ...]
@@ -43,6 +43,8 @@ PROBE = 4.0
 """Standard errors by which the slowest worker has to differ from the fastest for a probe."""
 UNEQUAL = 0.5
 """Share of what chance pretends that counts where sizes differ already."""
+EXCESS_GAIN, LEAST_EXCESS, MOST_EXCESS = 0.3, -0.3, 1.0
+"""Weight of the newest round in the excess of measured over predicted steps, and the limits of its logarithm."""
 OFF = 0.005
 """Relative error of a prediction that more steps do not reduce."""
 LUCK = 1.6
@@ -57,23 +59,20 @@ HORIZON = 256.0
 """Steps for which a split is assumed to hold in a young run; later on, as many as the run has had."""
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """A change of the split that has to prove itself.
 
     Args:
-        before: split before it.
-        seconds: measured mean seconds of a step of that.
+        seconds: measured mean seconds of a step before it.
         error: their standard error.
         gain: predicted gain, as a share.
-        after: split that it changed to.
+        split: split that it changed to.
     """
 
-    before: Split
     seconds: float
     error: float
     gain: float
-    after: Split
+    split: Split
 
 
 @checked_keywords
@@ -89,6 +88,7 @@ class PerfModelPlanner:
         trial: newest change of the split, until it is judged.
         credit: share of a predicted gain that counts, 0 to 1, by what earlier changes gained.
         excess: logarithm of the measured over the predicted step time.
+        ranks: hardware of the ranks that ran the splits.
         settings: of model and rule.
 
     Example:
@@ -109,7 +109,12 @@ class PerfModelPlanner:
     trial: Trial | None = None
     credit: float = 1.0
     excess: float = 0.0
+    ranks: tuple[str, ...] = ()
     settings: PlannerSettings = DEFAULTS
+
+    def __post_init__(self) -> None:
+        if self.times.settings != self.settings:
+            object.__setattr__(self, "times", replace(self.times, settings=self.settings))
 
     # predictions
 
@@ -120,27 +125,36 @@ class PerfModelPlanner:
     def _workers(self, context: PlanContext) -> WorkerTimes:
         return self.times.select(context.identities).guessed(context.capacities)
 
-    def _curves(self, workers: WorkerTimes, context: PlanContext) -> list[Curve]:
-        """Return when each worker finishes by size, with computing and with the all-reduce as its bottleneck (C eq. 7).
+    def _ends(self, a: Array, p: Array, context: PlanContext) -> tuple[Array, Array]:
+        """Return when steps end with computing and with the all-reduce as the bottleneck (C eq. 7), by ``a`` and ``P``.
 
         Of the ``n`` micro-batches of a window the last is synchronized; the others count as time before it.
         """
         n, (gamma, t_o, t_u) = context.accumulation, self.link.at(len(context.identities))
-        at, (a, p) = workers.curves
-        return [(at, n * (a + p) + t_u), (at, n * a + (n - 1 + gamma) * p + t_o + t_u)]
+        return n * (a + p) + t_u, n * a + (n - 1 + gamma) * p + t_o + t_u
 
-    def _step_time(self, workers: WorkerTimes, curves: Sequence[Curve], sizes: Array, context: PlanContext) -> float:
-        """Return the expected seconds of a step, which waits for the worker that is slowest in that very step."""
-        finish = finish_times(curves, sizes)
-        single = workers.parts(sizes).sum(axis=1) * workers.jitter * context.accumulation**0.5
-        return expected_maximum(finish, single)[0] * math.exp(self.excess)
+    def _curves(self, workers: WorkerTimes, context: PlanContext) -> list[Curve]:
+        at, (a, p) = workers.curves
+        return [(at, ends) for ends in self._ends(a, p, context)]
+
+    def _best(self, context: PlanContext) -> Split:
+        curves = self._curves(self._workers(context), context)
+        return tuple(solve(curves, *_bounds(context), context.total_batch_size, context.multiple).tolist())
 
     def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
-        """Predict the seconds of a step (of a window, under accumulation)."""
+        """Predict the seconds of a step (of a window, under accumulation), which waits for the slowest worker in it."""
         if not self.knows(context):
             return None
         workers, sizes = self._workers(context), _run(plan.local_batch_sizes, context)
-        return self._step_time(workers, self._curves(workers, context), sizes, context)
+        single = workers.parts(sizes).sum(axis=1) * workers.jitter * context.accumulation
+        return expected_maximum(finish_times(self._curves(workers, context), sizes), single)[0] * math.exp(self.excess)
+
+    def error(self, plan: BatchPlan, context: PlanContext) -> float | None:
+        """Return the standard error in seconds of :meth:`predict`."""
+        if (predicted := self.predict(plan, context)) is None:
+            return None
+        errors = self._workers(context).errors(_run(plan.local_batch_sizes, context))
+        return predicted * math.hypot(OFF, 1.25 * float(errors.max()))  # of several, the largest is a little more
 
     def cluster(self, context: PlanContext) -> ClusterTimeModel | None:
         """Return the time model of the current ranks as lines (C eq. 7), ``None`` if all of them are unknown.
@@ -149,45 +163,28 @@ class PerfModelPlanner:
         """
         if not self.knows(context):
             return None
-        workers, (low, high) = self._workers(context), _bounds(context)
-        curves = self._curves(workers, context)
-        sizes = solve(curves, low, high, context.total_batch_size, context.multiple).astype(float)
-        gamma, t_o, t_u = self.link.at(len(context.identities))
-        model = ClusterTimeModel(NodeModels(workers.lines(sizes)), gamma, t_o, t_u).accumulated(context.accumulation)
-        exceeds = self._step_time(workers, curves, sizes, context) / max(model.step_time(sizes), 1e-12)
-        return model.slowed(exceeds - 1.0, 0.0)
+        plan = BatchPlan(context.total_batch_size, self._best(context))
+        sizes = np.array(plan.local_batch_sizes, dtype=float)
+        nodes, link = NodeModels(self._workers(context).lines(sizes)), self.link.at(len(context.identities))
+        model = ClusterTimeModel(nodes, *link).accumulated(context.accumulation)
+        return model.slowed((self.predict(plan, context) or 0.0) / max(model.step_time(sizes), 1e-12) - 1.0, 0.0)
 
     def optimum(self, context: PlanContext) -> BatchPlan:
         """Return the split of least step time, for workers of which one at least was observed."""
-        workers, (low, high) = self._workers(context), _bounds(context)
-        sizes = solve(self._curves(workers, context), low, high, context.total_batch_size, context.multiple)
-        plan = BatchPlan(context.total_batch_size, tuple(sizes.tolist()))
-        return self._leaving_out(replace(plan, step_time=self.predict(plan, context)), context)
+        return self._planned(self._best(context), context)
 
-    def _leaving_out(self, plan: BatchPlan, context: PlanContext) -> BatchPlan:
-        """Return the plan with the ranks that only slow the job down, if even the minimum of one takes longest."""
-        workers, sizes = self._workers(context), _run(plan.local_batch_sizes, context)
-        slow = int(finish_times(self._curves(workers, context), sizes).argmax())
-        cluster = self.cluster(context) if sizes[slow] <= _bounds(context)[0][slow] else None
-        if cluster is None:
+    def _planned(self, split: Split, context: PlanContext) -> BatchPlan:
+        """Return the plan of a split with its time, and the ranks that slow it down by their minimum alone."""
+        plan = BatchPlan(context.total_batch_size, split)
+        plan = replace(plan, step_time=self.predict(plan, context), step_time_error=self.error(plan, context))
+        finish = finish_times(self._curves(self._workers(context), context), _run(split, context))
+        slow = int(finish.argmax())
+        lines = self.cluster(context) if split[slow] <= _bounds(context)[0][slow] else None
+        if lines is None:
             return plan
-        found = solve_optperf(
-            cluster,
-            context.total_batch_size,
-            min_local=context.min_local,
-            max_local=context.max_local,
-            multiple=context.multiple,
-        )
+        bounds: dict[str, Any] = {name: getattr(context, name) for name in ("min_local", "max_local", "multiple")}
+        found = solve_optperf(lines, context.total_batch_size, **bounds)
         return replace(plan, leave_out=found.leave_out, step_time_without=found.step_time_without)
-
-    def error(self, plan: BatchPlan, context: PlanContext) -> float | None:
-        """Return the standard error in seconds of :meth:`predict`."""
-        predicted = self.predict(plan, context)
-        return None if predicted is None else self._error(predicted, plan, context)
-
-    def _error(self, predicted: float, plan: BatchPlan, context: PlanContext) -> float:
-        errors = self._workers(context).errors(_run(plan.local_batch_sizes, context))
-        return predicted * math.hypot(OFF, 1.25 * float(errors.max()))  # of several, the largest is a little more
 
     # learning
 
@@ -196,10 +193,8 @@ class PerfModelPlanner:
         if seen.num_steps == 0:
             return self
         elapsed = float(max(context.elapsed or 0, seen.num_steps))
+        seen = _since_jump(seen)
         splits = seen.splits()
-        newest, own = splits[-1]
-        if jump := since_jump(seen.compute[own]):  # what is over by now says nothing about the next steps
-            splits = [(newest, slice(own.start + jump, own.stop))]
         workers = self.times.select(context.identities)
         jumped, since = np.zeros(len(context.identities), dtype=bool), elapsed
         for sizes, own in splits:
@@ -209,10 +204,11 @@ class PerfModelPlanner:
             self,
             times=self.times.merge(replace(workers, jumped=jumped)),
             link=self.link.observe(seen),
+            ranks=context.identities,
             steps=self.steps + elapsed,
             credit=self.credit + (1.0 - self.credit) * (1.0 - math.exp(-elapsed / RECOVERY)),
         )
-        if jumped.any():
+        if jumped.any() or self.ranks != context.identities:
             planner = replace(planner, splits=(), trial=None)
         return planner._judge(seen.rows(slice(splits[-1][1].start, None)), context)
 
@@ -225,10 +221,13 @@ class PerfModelPlanner:
         if len(took):
             expected = self.predict(BatchPlan(sum(split), split), context) or 1.0
             off = math.log(max(winsorized_mean(took), 1e-9) / expected)
-            if off > -0.3:  # what is far shorter than its slowest worker is no step
-                planner = replace(planner, excess=min(max(self.excess + 0.3 * off, -0.3), 1.0))
+            if off + self.excess > LEAST_EXCESS:  # what is far shorter than its slowest worker is no step
+                excess = min(max(self.excess + EXCESS_GAIN * off, LEAST_EXCESS), MOST_EXCESS)
+                planner = replace(planner, excess=excess)
         trial = self.trial
-        if trial is None or trial.after != split or seen.num_steps < 3:
+        if trial is not None and sum(trial.split) != sum(split):
+            return replace(planner, trial=None)
+        if trial is None or trial.split != split or seen.num_steps < 3:
             return planner
         gained = 1.0 - seconds / trial.seconds + 2.0 * math.hypot(error, trial.error) / trial.seconds
         moving = float(self.times.select(context.identities).moving.mean())
@@ -236,11 +235,11 @@ class PerfModelPlanner:
         return replace(planner, trial=None, credit=min(max(0.5 * (self.credit + kept), LEAST_CREDIT), 1.0))
 
     def _measured(self, seen: StepObservations, context: PlanContext) -> tuple[float, float]:
-        """Return the mean seconds of a step without the loop around it, by its slowest worker, and their error."""
-        n, (gamma, t_o, t_u) = context.accumulation, self.link.at(len(context.identities))
-        a, p = seen.outside_backward, seen.backward
-        took = np.maximum(n * (a + p) + t_u, n * a + (n - 1 + gamma) * p + t_o + t_u).max(axis=1)
-        return winsorized_mean(took), float(np.std(took)) / len(took) ** 0.5
+        """Return the mean seconds of a micro-batch of its slowest worker, and their error."""
+        one = replace(context, accumulation=1)  # so that it can be compared when the number of micro-batches changes
+        took = np.maximum(*self._ends(seen.outside_backward, seen.backward, one)).max(axis=1)
+        took = winsorize_top(took[:, None])  # odd steps must not excuse a split that gains nothing
+        return float(took.mean()), float(took.std()) / len(took) ** 0.5
 
     # decisions
 
@@ -249,7 +248,6 @@ class PerfModelPlanner:
         if not self.knows(context):
             return None
         plan = self.optimum(context)
-        plan = replace(plan, step_time_error=self.error(plan, context))
         new = [str(rank) for rank, name in enumerate(context.identities) if name not in self.times.names]
         by = "peak FLOP/s" if context.capacities else "what the others take"
         more = f"; rank {_few(new)} is new and starts by {by}" if new else ""
@@ -262,8 +260,7 @@ class PerfModelPlanner:
             return Decision(planner, kept="too few observations: not every worker's time is known")
         decision = planner._decide(observations, current, context, first=not self.knows(context))
         moving = float(planner.times.select(context.identities).moving.mean()) > 0.5
-        predicted = planner.predict(current, context) or 0.0
-        return replace(decision, error=planner._error(predicted, current, context), moving=moving)
+        return replace(decision, error=planner.error(current, context), moving=moving)
 
     def _decide(self, seen: StepObservations, current: BatchPlan, context: PlanContext, *, first: bool) -> Decision:
         workers, (low, high) = self._workers(context), _bounds(context)
@@ -275,34 +272,42 @@ class PerfModelPlanner:
         def gain(split: Sequence[int]) -> float:
             return 1.0 - float(finish_times(curves, _run(split, context)).max()) / now
 
-        best = tuple(solve(curves, low, high, total, context.multiple).tolist())
-        least = max(self.settings.least_gain, self._chance(workers, scaled))
+        best = self._best(context)
+        least = max(self.settings.least_gain, self._chance(workers, scaled, context.multiple))
         # splits that ran count in full, another one by what such predictions were worth
         here = current.local_batch_sizes
-        ran = [one for one in self.splits if one != here and _allowed(one, context)]
+        ran = [one for one in self.splits if one != here and len(one) == len(here) and sum(one) == total]
+        ran = [one for one in ran if ((low <= one) & (one <= high) & (np.mod(one, context.multiple) == 0)).all()]
         offers = [(gain(split), split, False) for split in ran]
         if best != here and best not in ran:
             offers.append((self.credit * gain(best), best, True))
         worth, split, new = max(offers, default=(0.0, best, True))
-        other = (
-            f"{split_text(split, by_cost=current.cost is not None, most=3)} would take {max(gain(split), 0.0):.1%} less"
-        )
+        shown = split_text(split, by_cost=current.cost is not None, most=3)
+        other = f"{shown} would take {max(gain(split), 0.0):.1%} less"
         if worth > least:
             if worth < context.hysteresis:
                 return Decision(self, kept=f"the predicted gain is below hysteresis={context.hysteresis:g}: {other}")
             if not self.pays(worth, now, context):
                 return Decision(self, kept=_costs_too_much(other, now))
-            back = "a split that ran before is faster"
-            return self._change(
-                split, gain(split), self._why(workers, first=first) if new else back, new, seen, current, context
-            )
-        if best != here:
+            why = self._why(workers, first=first) if new else "a split that ran before is faster"
+        elif best != here:
             few = f"too little is known of the workers: {other}, and {least:.1%} may be luck"
             return Decision(self, kept=few, soon=gain(best) > SOON and self.steps < YOUNG)
-        if (probe := self._probe(workers, curves, running, low, high, context)) is not None:
-            why = "a sample moves from the slowest to the fastest, to learn what it costs"
-            return self._change(probe, gain(probe), why, False, seen, current, context)
-        return Decision(self, kept=_why_optimal(current, context))
+        elif (probe := self._probe(workers, curves, running, low, high, context)) is not None:
+            split, new, why = probe, False, "a sample moves from the slowest to the fastest, to learn what it costs"
+        else:
+            return Decision(self, kept=_why_optimal(current, context))
+        promised, trial = gain(split), None
+        seen = _since_jump(seen)
+        rows = (seen.local_batch_sizes == running).all(axis=1)
+        if new and promised > 0 and rows.sum() >= 3 and current.total_batch_size == total:
+            trial = Trial(*self._measured(seen.rows(rows), context), promised, split)
+        plan, before = self._planned(split, context), self.predict(current, context) or 1e-12
+        then = plan.step_time or 0.0
+        takes = f"{abs(1.0 - then / before):.1%} {'less' if then <= before else 'more'}"
+        reason = f"{why}: step {before * 1e3:.1f} -> {then * 1e3:.1f} ms ({takes})"
+        soon = promised > SOON if new else promised <= 0.0  # a probe that costs time is undone early
+        return Decision(replace(self, trial=trial), Proposal(plan, reason), soon=soon)
 
     def pays(self, gain: float, step_time: float, context: PlanContext) -> bool:
         """Return whether a gain saves more than the change costs, if it holds as long again as the run so far.
@@ -314,11 +319,11 @@ class PerfModelPlanner:
         """
         return gain * step_time * max(self.steps, HORIZON) > (context.change_cost or 0.0)
 
-    def _chance(self, workers: WorkerTimes, sizes: Array) -> float:
+    def _chance(self, workers: WorkerTimes, sizes: Array, unit: int) -> float:
         """Return the gain that chance alone pretends: how far the unluckiest of equal workers seems behind."""
         free = max(float(workers.squares[:, 1].sum()), 1.0)
         unlucky = ((2.0 * math.log(max(len(sizes), 2))) ** 0.5 + LUCK) * (1.0 + 9.0 / free)  # noise itself is not sure
-        if np.ptp(sizes) > 1.0:  # equal workers keep equal sizes, however noisy; others are misled by little
+        if np.ptp(sizes) > unit:  # equal workers keep equal sizes, however noisy; others are misled by little
             unlucky *= UNEQUAL
         return float(self.settings.doubt * unlucky * np.median(workers.errors(sizes)))
 
@@ -326,50 +331,23 @@ class PerfModelPlanner:
         self, workers: WorkerTimes, curves: Sequence[Curve], sizes: Array, low: Array, high: Array, context: PlanContext
     ) -> Split | None:
         """Return the split with one unit moved from the slowest to the fastest worker, if its cost is not known."""
-        if (workers.steps > 0).sum(axis=1).max() > 1 or len(sizes) < 2:
-            return None
         finish = finish_times(curves, sizes)
-        slow = int(finish.argmax())
-        fast = int(np.where(sizes < high, finish, np.inf).argmin())
-        if sizes[slow] <= low[slow] or sizes[fast] >= high[fast] or slow == fast:
+        slow, fast = int(finish.argmax()), int(np.where(sizes < high, finish, np.inf).argmin())
+        if (workers.steps > 0).sum(axis=1).max() > 1 or sizes[slow] <= low[slow] or sizes[fast] >= high[fast]:
             return None
-        if 1.0 - float(finish.mean() / finish.max()) <= context.hysteresis:  # no split can gain more
+        most = 1.0 - float(finish.mean() / finish.max())  # no split can gain more
+        if most <= context.hysteresis or not self.pays(most, float(finish.max()), context):
             return None
         errors = workers.errors(sizes) * finish
         if finish[slow] - finish[fast] < max(PROBE * math.hypot(errors[slow], errors[fast]), 0.03 * finish[slow]):
             return None
-        sizes = sizes.copy()
-        sizes[[slow, fast]] += [-context.multiple, context.multiple]
-        return tuple(sizes.astype(int).tolist())
-
-    def _change(
-        self,
-        split: Split,
-        gain: float,
-        why: str,
-        judged: bool,
-        seen: StepObservations,
-        current: BatchPlan,
-        context: PlanContext,
-    ) -> Decision:
-        """Return the decision for a split, with its prediction, and what it will be judged by."""
-        plan = BatchPlan(context.total_batch_size, split)
-        before, then = self.predict(current, context) or 0.0, self.predict(plan, context) or 0.0
-        saved = 1.0 - then / max(before, 1e-12)
-        plan = replace(plan, step_time=then, step_time_error=self._error(then, plan, context))
-        plan = self._leaving_out(plan, context)
-        trial = None
-        rows = (seen.local_batch_sizes == np.maximum(current.local_batch_sizes, 1)).all(axis=1)
-        if judged and gain > 0 and rows.sum() >= 3 and current.total_batch_size == context.total_batch_size:
-            trial = Trial(current.local_batch_sizes, *self._measured(_rows(seen, rows), context), gain, split)
-        takes = f"{abs(saved):.1%} {'less' if saved >= 0 else 'more'}"
-        reason = f"{why}: step {before * 1e3:.1f} -> {then * 1e3:.1f} ms ({takes})"
-        soon = gain > SOON if judged else gain <= 0.0
-        return Decision(replace(self, trial=trial), Proposal(plan, reason), soon=soon)
+        moved = sizes.copy()
+        moved[[slow, fast]] += [-context.multiple, context.multiple]
+        risk = float(finish_times(curves, moved).max() / finish.max()) - 1.0
+        return tuple(moved.astype(int).tolist()) if risk < most else None
 
     def _why(self, workers: WorkerTimes, *, first: bool) -> str:
-        jumped = [str(rank) for rank in np.flatnonzero(workers.jumped)]
-        if jumped:
+        if jumped := [str(rank) for rank in np.flatnonzero(workers.jumped)]:
             return f"speed of rank {_few(jumped)} changed"
         return "first split, by measured speed" if first else "optimum of the time model"
 
@@ -378,13 +356,14 @@ class PerfModelPlanner:
     def state_dict(self) -> dict[str, Any]:
         """Return the time models by hardware identity, and the cluster's own times."""
         state = {
+            "steps": float(self.steps),
+            "credit": float(self.credit),
+            "excess": float(self.excess),
             "times": self.times.state_dict(),
             "link": self.link.state_dict(),
-            "steps": float(self.steps),
-            "excess": float(self.excess),
             "splits": [list(split) for split in self.splits],
-            "trial": None if self.trial is None else asdict(self.trial),
-            "credit": float(self.credit),
+            "ranks": list(self.ranks),
+            "trial": self.trial and list(self.trial),
         }
         return with_checksums(state)
 
@@ -396,17 +375,16 @@ class PerfModelPlanner:
         """
         check_checksums(state, "the time models")
         trial = state["trial"]
-        if trial is not None:
-            trial = Trial(**{**trial, "before": tuple(trial["before"]), "after": tuple(trial["after"])})
-        return PerfModelPlanner(
-            WorkerTimes.from_state_dict(state["times"], self.settings),
-            LinkTimes.from_state_dict(state["link"]),
-            float(state["steps"]),
-            tuple(tuple(map(int, split)) for split in state["splits"]),
-            trial,
-            float(state["credit"]),
-            float(state["excess"]),
-            self.settings,
+        return replace(
+            self,
+            times=WorkerTimes.from_state_dict(state["times"], self.settings),
+            link=LinkTimes.from_state_dict(state["link"]),
+            splits=tuple(tuple(map(int, split)) for split in state["splits"]),
+            ranks=tuple(state["ranks"]),
+            trial=None if trial is None else Trial(trial[0], trial[1], trial[2], tuple(trial[3])),
+            steps=float(state["steps"]),
+            credit=float(state["credit"]),
+            excess=float(state["excess"]),
         )
 
 
@@ -426,16 +404,12 @@ def _bounds(context: PlanContext) -> tuple[Array, Array]:
     return low * unit, high * unit
 
 
-def _rows(seen: StepObservations, which: npt.NDArray[np.bool_]) -> StepObservations:
-    return StepObservations(*(getattr(seen, name)[which] for name in StepObservations.FIELDS))
-
-
-def _allowed(split: Split, context: PlanContext) -> bool:
-    low, high = _bounds(context)
-    if len(split) != len(low) or sum(split) != context.total_batch_size:
-        return False
-    sizes = np.array(split)
-    return bool(((sizes >= low) & (sizes <= high) & (sizes % context.multiple == 0)).all())
+def _since_jump(seen: StepObservations) -> StepObservations:
+    """Return the steps since a speed last jumped: what is over by now says nothing about the next ones."""
+    for _, own in seen.splits()[-1:]:
+        if jump := since_jump(seen.compute[own]):
+            return seen.rows(slice(own.start + jump, None))
+    return seen
 
 
 def _few(ranks: Sequence[str]) -> str:

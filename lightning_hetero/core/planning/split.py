@@ -51,7 +51,7 @@ def solve(curves: Sequence[Curve], low: Array, high: Array, total: int, unit: in
     enough = np.minimum(np.ceil((low + share * (high - low)) / unit - 1e-9) * unit, high)
     early, late = (float(finish_times(curves, sizes).max()) for sizes in (low, enough))
     least, sizes, halve = low, most(late), False
-    while late > early * (1.0 + 1e-7) and sizes.sum() - total > unit:
+    while late > early * (1.0 + 1e-9) and sizes.sum() - total > unit:
         between = 0.5 if halve else (total - least.sum()) / (sizes.sum() - least.sum())
         time = early + (late - early) * min(max(between, 1e-3), 1.0 - 1e-3)
         found, halve = most(time), not halve

@@ -92,27 +92,25 @@ class WorkerTimes:
     settings: PlannerSettings = DEFAULTS
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, WorkerTimes) or (self.names, self.settings) != (other.names, other.settings):
-            return False
-        return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in _ARRAYS)
+        same = isinstance(other, WorkerTimes) and (self.names, self.settings) == (other.names, other.settings)
+        return same and all(np.array_equal(getattr(self, name), getattr(other, name)) for name in _ARRAYS)
 
     __hash__ = None  # type: ignore[assignment]
 
     @classmethod
     def of(cls, names: Sequence[str], settings: PlannerSettings = DEFAULTS) -> "WorkerTimes":
         """Return the times of workers that were never observed."""
-        n = len(names)
-        pairs = np.zeros((n, 2))
-        none, never = np.zeros(n), np.zeros(n, dtype=bool)
-        points, seconds = np.zeros((n, SIZES)), np.zeros((n, SIZES, 2))
-        return cls(tuple(names), points, points, seconds, pairs, pairs, none, none, none, never, settings)
+        points, pairs, none = np.zeros((len(names), SIZES, 2)), np.zeros((len(names), 2)), np.zeros(len(names))
+        size = points[..., 0]
+        return cls(tuple(names), size, size, points, pairs, pairs, none, none, none, none > 0, settings)
 
     def select(self, names: Sequence[str]) -> "WorkerTimes":
         """Return the times of these workers, in this order; of new ones as of workers never observed."""
         if self.names == tuple(names):
             return self
-        place = {name: i for i, name in enumerate((*self.names, *(name for name in names if name not in self.names)))}
-        whole, rows = self._joined(WorkerTimes.of([n for n in place if n not in self.names])), [place[n] for n in names]
+        whole = self._joined(WorkerTimes.of([name for name in names if name not in self.names]))
+        place = {name: i for i, name in enumerate(whole.names)}
+        rows = [place[name] for name in names]
         return replace(self, names=tuple(names), **{name: getattr(whole, name)[rows] for name in _ARRAYS})
 
     def merge(self, newer: "WorkerTimes") -> "WorkerTimes":
@@ -135,18 +133,16 @@ class WorkerTimes:
         new, old = np.flatnonzero(~self.known), np.flatnonzero(self.known)
         if not len(new) or not len(old):
             return self
-        power = np.log(np.asarray(capacities if len(capacities) else np.ones(len(self.names)), dtype=float))
-        pace = (self.steps * self.seconds.sum(axis=2)).sum(axis=1) / np.maximum(
-            (self.steps * self.size).sum(axis=1), 1e-9
-        )
+        power = np.log(np.array(capacities or [1.0] * len(self.names)))
+        samples = np.maximum((self.steps * self.size).sum(axis=1), 1e-9)
+        pace = (self.steps * self.seconds.sum(axis=2)).sum(axis=1) / samples
         found = {name: getattr(self, name).copy() for name in _ARRAYS}
         for i in new:
             apart = np.abs(power[old] - power[i])
             like = old[apart <= apart.min() + 0.01]
-            per_sample = (pace[like] * np.exp(power[like] - power[i])).mean()
-            for name in _ARRAYS:
-                found[name][i] = found[name][like[0]]
-            found["seconds"][i] *= per_sample / pace[like[0]]
+            for array in found.values():
+                array[i] = array[like[0]]
+            found["seconds"][i] *= (pace[like] * np.exp(power[like] - power[i])).mean() / pace[like[0]]
             found["steps"][i] *= 0.01  # little is known of it: as if it had run a hundredth of the steps
         return replace(self, **found)
 
@@ -202,29 +198,30 @@ class WorkerTimes:
         Sizes, rising from 0, shape ``(points, workers)``, and seconds, not falling, shape ``(2, points, workers)``.
         """
         size, seconds, slope, usual = self._lines()
-        used = (self.steps > 0).any(axis=0)
-        steps, sizes, known = self.steps[:, used], self.size[:, used], self.seconds[:, used]
-        there, noise = steps > 0, self.jitter[:, None] ** 2 / np.maximum(steps, 1e-9)
-        believed = self.settings.curvature**2 / (self.settings.curvature**2 + noise)
-        believed = np.where(there, believed * (1.0 - self.moving[:, None]), 0.0)
-        at = np.where(there, sizes, size[:, None])
+        there = self.steps > 0
+        # a worker that ran at fewer sizes than others repeats its greatest one
+        point = np.where(there, np.arange(SIZES), np.where(there, self.size, -1.0).argmax(axis=1)[:, None])
+        point = point[:, there.any(axis=0)]
+        steps, at = (np.take_along_axis(one, point, 1) for one in (self.steps, self.size))
+        measured = np.maximum(np.take_along_axis(self.seconds, point[..., None], 1), 1e-12)
+        noise = self.jitter[:, None] ** 2 / np.maximum(steps, 1e-9)
+        believed = self.settings.curvature**2 / (self.settings.curvature**2 + noise) * (1.0 - self.moving[:, None])
 
         def line_at(sizes: Array) -> Array:
             return np.maximum(seconds[:, None] + slope[:, None] * (sizes - size[:, None])[..., None], 1e-12)
 
         line = line_at(at)
-        measured = np.where(there[..., None], np.maximum(known, 1e-12), line)
         times = line * (measured / line) ** believed[..., None]
         order = np.argsort(at, axis=1, kind="stable")
         at, times = np.take_along_axis(at, order, 1), np.take_along_axis(times, order[..., None], 1)
         # below the least size, a part of the usual elasticity comes back: no curve is as flat down to nothing
         elasticity = np.minimum(slope * at[:, :1] / times[:, 0], 1.0)
         elasticity += self.settings.unseen * np.maximum(usual - elasticity, 0.0)
-        none = times[:, 0] * np.maximum(1.0 - elasticity, 1e-3)
+        at_zero = times[:, 0] * np.maximum(1.0 - elasticity, 1e-3)
         far = 2.0 * at[:, -1:] + 1.0
-        most = times[:, -1] + slope * (far - at[:, -1:]) * (times[:, -1] / line_at(at[:, -1:])[:, 0])
+        beyond = times[:, -1] + slope * (far - at[:, -1:]) * (times[:, -1] / line_at(at[:, -1:])[:, 0])
         at = np.concatenate([np.zeros((len(at), 1)), at, far], axis=1)
-        times = np.concatenate([none[:, None], times, most[:, None]], axis=1)
+        times = np.concatenate([at_zero[:, None], times, beyond[:, None]], axis=1)
         times = np.maximum.accumulate(times, axis=1) * np.exp(self.moving * self.level)[:, None, None]
         return np.ascontiguousarray(at.T), np.ascontiguousarray(times.T)
 
@@ -254,8 +251,7 @@ class WorkerTimes:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain Python values by hardware identity, fit for any checkpoint."""
-        kept = [name for name in _ARRAYS if name != "jumped"]
-        return {name: {k: getattr(self, k)[i].tolist() for k in kept} for i, name in enumerate(self.names)}
+        return {name: {k: getattr(self, k)[i].tolist() for k in _KEPT} for i, name in enumerate(self.names)}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any], settings: PlannerSettings = DEFAULTS) -> "WorkerTimes":
@@ -265,18 +261,12 @@ class WorkerTimes:
             ValueError: if an array has another shape, or a number is not finite.
         """
         empty = cls.of(tuple(state), settings)
-        if not state:
-            return empty
-        found: dict[str, Any] = {}
-        for name in _ARRAYS:
-            if name != "jumped":
-                array = np.array([worker[name] for worker in state.values()], dtype=float)
-                if array.shape != getattr(empty, name).shape or not np.isfinite(array).all():
-                    raise ValueError(
-                        f"{name} of a worker has to be finite numbers, {getattr(empty, name).shape[1:]} of them"
-                    )
-                found[name] = array
-        return replace(empty, **found)
+        found: dict[str, Any] = {k: np.array([worker[k] for worker in state.values()], dtype=float) for k in _KEPT}
+        for name, array in found.items() if state else ():
+            shape = getattr(empty, name).shape
+            if array.shape != shape or not np.isfinite(array).all():
+                raise ValueError(f"{name} of a worker has to be finite numbers, {shape[1:]} of them")
+        return replace(empty, **found) if state else empty
 
     # learning
 
@@ -290,35 +280,38 @@ class WorkerTimes:
             elapsed: steps since the round before.
         """
         count, workers = outside.shape
-        each, jitter = np.arange(workers), self.jitter
         step = outside + backward
-        middle = np.median(step, axis=0)
-        far = step > middle * (1.0 + np.maximum(4.0 * jitter, FAR))
+        middle = np.maximum(np.median(step, axis=0), 1e-9)
+        far = step > middle * (1.0 + np.maximum(4.0 * self.jitter, FAR))
         event = far & (self.odd[:, 0] + far.sum(axis=0) <= RARE * np.maximum(self.odd[:, 1] + count, 20.0))
         shorter = np.where(event, middle / step, 1.0)
         step = step * shorter
-        pace = np.stack([winsorize_top(x * shorter).mean(axis=0) for x in (outside, backward)], axis=1)
-        pace = np.maximum(pace, 1e-9)
+        phases = (np.maximum(phase * shorter, 1e-9) for phase in (outside, backward))
+        pace = np.stack([winsorize_top(phase).mean(axis=0) for phase in phases], axis=1)
         off = np.abs(step / middle - 1.0)
         off = np.minimum(off, 4.0 * np.maximum(1.4826 * np.median(off, axis=0), 1e-4))
-        free = np.full(workers, max(count - 1.0, 0.0) if count > 2 else 0.0)
+        free = count - 1.0 if count > 2 else 0.0
         now = replace(
             self,
-            odd=_faded(self.odd, np.stack([far.sum(axis=0), np.full(workers, float(count))], axis=1)),
-            squares=_faded(self.squares, np.stack([np.where(free > 0, (off**2).sum(axis=0), 0.0), free], axis=1)),
+            odd=_faded(self.odd, far.sum(axis=0), count),
+            squares=_faded(self.squares, (off**2).sum(axis=0) * (free > 0), free),
             jumped=np.zeros(workers, dtype=bool),
         )
         if self.known.any():
             now = now._follow(sizes, pace.sum(axis=1), middle, count)
-        kept = now.steps * np.exp(-elapsed / self.settings.still)
-        same = (kept > 0) & (now.size == sizes[:, None])
-        slot = np.where(same.any(axis=1), same.argmax(axis=1), kept.argmin(axis=1))
-        before = np.where(same.any(axis=1), kept[each, slot], 0.0)
-        seconds, size = now.seconds.copy(), now.size.copy()
+        size, steps, seconds = now.size.copy(), now.steps * np.exp(-elapsed / self.settings.still), now.seconds.copy()
+        again, slot = now._slots(sizes)
+        at = np.arange(workers), np.where(again, slot, steps.argmin(axis=1))
+        total = steps[at] * again + count
         new = pace * np.exp(-now.moving * now.level)[:, None]
-        seconds[each, slot] = (before[:, None] * seconds[each, slot] + count * new) / (before + count)[:, None]
-        size[each, slot], kept[each, slot] = sizes, before + count
-        return replace(now, size=size, steps=kept, seconds=seconds, newest=sizes)
+        seconds[at] += (count / total)[:, None] * (new - seconds[at])
+        size[at], steps[at] = sizes, total
+        return replace(now, size=size, steps=steps, seconds=seconds, newest=sizes)
+
+    def _slots(self, sizes: Array) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
+        """Return which workers have run at these sizes, and the place of these sizes."""
+        same = (self.steps > 1e-3) & (self.size == sizes[:, None])
+        return same.any(axis=1), same.argmax(axis=1)
 
     def _follow(self, sizes: Array, pace: Array, middle: Array, count: int) -> "WorkerTimes":
         """Return the times with level, drift and jumps after a round, before its point is added.
@@ -330,8 +323,7 @@ class WorkerTimes:
             count: steps of the round.
         """
         settings, variance, each = self.settings, self.jitter**2, np.arange(len(sizes))
-        same = (self.steps > 1e-3) & (self.size == sizes[:, None])
-        again, slot = same.any(axis=1), same.argmax(axis=1)
+        again, slot = self._slots(sizes)
         level = self.moving * self.level
         expected = self.parts(sizes).sum(axis=1) * np.exp(-level)
         expected = np.where(again, self.seconds[each, slot].sum(axis=1), expected)
@@ -360,11 +352,12 @@ class WorkerTimes:
 
 
 _ARRAYS = tuple(f.name for f in fields(WorkerTimes) if f.name not in ("names", "settings"))
+_KEPT = _ARRAYS[:-1]  # all but jumped, which is of the newest round only
 
 
-def _faded(sums: Array, more: Array) -> Array:
+def _faded(sums: Array, more: Array, steps: float) -> Array:
     """Return sums with more added, faded to what a memory holds; the last column counts steps."""
-    total = sums + more
+    total = sums + np.stack([more, np.full(len(more), float(steps))], axis=1)
     return np.asarray(total * np.minimum(1.0, MEMORY / np.maximum(total[:, 1:], 1.0)))
 
 
