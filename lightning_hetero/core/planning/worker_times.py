@@ -42,6 +42,8 @@ OFF_LINE = 0.01
 """Relative distance of a time from its line that more steps do not reduce, in the fit of the line."""
 MIN_JUMP = 0.08
 """Least change of a speed, as a logarithm, that counts as a jump."""
+MIN_NEW = 0.4
+"""The same at a new size, beyond what the sizes around it took."""
 MIN_STRETCH = 4
 """Steps at one speed, within one round, that show a jump in the middle of it."""
 DRIFT_ODDS = 3.0
@@ -339,7 +341,14 @@ class WorkerTimes:
         drift = np.clip(drift, -8.0, 8.0)
         beyond, typical = off - level, np.log(middle / np.where(self.known, expected, middle)) - level
         least = np.maximum(settings.jump * np.sqrt(by_points), MIN_JUMP)
-        jumped = again & (np.abs(beyond) > least) & (typical * np.sign(beyond) > 0.5 * np.abs(beyond))
+        # at a new size, time can only be expected; but more samples than ever took less, or fewer took more, by a jump
+        there, known = self.steps > 1e-3, self.seconds.sum(axis=2)
+        low = np.where(there & (self.size < sizes[:, None]), known, 0.0).max(axis=1)
+        high = np.where(there & (self.size > sizes[:, None]), known, np.inf).min(axis=1)
+        now = pace * np.exp(-level)
+        odd = self.known & ((now < np.exp(-MIN_NEW) * low) | (now > np.exp(MIN_NEW) * high))
+        jumped = np.where(again, np.abs(beyond) > least, odd)
+        jumped &= typical * np.sign(beyond) > 0.5 * np.abs(beyond)
         followed = self.level + gain * np.where(again, 1.0, self.moving) * (off - self.level)
         return replace(
             self,
