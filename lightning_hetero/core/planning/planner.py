@@ -193,7 +193,7 @@ class PerfModelPlanner:
         if seen.num_steps == 0:
             return self
         elapsed = float(max(context.elapsed or 0, seen.num_steps))
-        seen = _since_jump(seen)
+        link, seen = self.link.observe(seen), _since_jump(seen)
         splits = seen.splits()
         workers = self.times.select(context.identities)
         jumped, since = np.zeros(len(context.identities), dtype=bool), elapsed
@@ -203,7 +203,7 @@ class PerfModelPlanner:
         planner = replace(
             self,
             times=self.times.merge(replace(workers, jumped=jumped)),
-            link=self.link.observe(seen),
+            link=link,
             ranks=context.identities,
             steps=self.steps + elapsed,
             credit=self.credit + (1.0 - self.credit) * (1.0 - math.exp(-elapsed / RECOVERY)),

@@ -44,6 +44,8 @@ MIN_JUMP = 0.08
 """Least change of a speed, as a logarithm, that counts as a jump."""
 MIN_NEW = 0.4
 """The same at a new size, beyond what the sizes around it took."""
+LITTLE = 1e-3
+"""Steps, faded, up to which a point shows no jump any more."""
 MIN_STRETCH = 4
 """Steps at one speed, within one round, that show a jump in the middle of it."""
 DRIFT_ODDS = 3.0
@@ -312,7 +314,7 @@ class WorkerTimes:
 
     def _slots(self, sizes: Array) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
         """Return which workers have run at these sizes, and the place of these sizes."""
-        same = (self.steps > 1e-3) & (self.size == sizes[:, None])
+        same = (self.steps > 0) & (self.size == sizes[:, None])
         return same.any(axis=1), same.argmax(axis=1)
 
     def _follow(self, sizes: Array, pace: Array, middle: Array, count: int) -> "WorkerTimes":
@@ -326,6 +328,7 @@ class WorkerTimes:
         """
         settings, variance, each = self.settings, self.jitter**2, np.arange(len(sizes))
         again, slot = self._slots(sizes)
+        again &= self.steps[each, slot] > LITTLE
         level = self.moving * self.level
         expected = self.parts(sizes).sum(axis=1) * np.exp(-level)
         expected = np.where(again, self.seconds[each, slot].sum(axis=1), expected)
@@ -342,7 +345,7 @@ class WorkerTimes:
         beyond, typical = off - level, np.log(middle / np.where(self.known, expected, middle)) - level
         least = np.maximum(settings.jump * np.sqrt(by_points), MIN_JUMP)
         # at a new size, time can only be expected; but more samples than ever took less, or fewer took more, by a jump
-        there, known = self.steps > 1e-3, self.seconds.sum(axis=2)
+        there, known = self.steps > LITTLE, self.seconds.sum(axis=2)
         low = np.where(there & (self.size < sizes[:, None]), known, 0.0).max(axis=1)
         high = np.where(there & (self.size > sizes[:, None]), known, np.inf).min(axis=1)
         now = pace * np.exp(-level)
