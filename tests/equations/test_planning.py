@@ -9,6 +9,7 @@ import pytest
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.planning import split
 from lightning_hetero.core.planning.planner import PerfModelPlanner
+from lightning_hetero.core.planning.settings import PlannerSettings
 from lightning_hetero.core.planning.split import finish_times, solve
 from lightning_hetero.core.planning.worker_times import WorkerTimes, since_jump
 from lightning_hetero.simulate import ClusterSimulator, DeviceProfile
@@ -173,3 +174,100 @@ def test_a_round_counts_from_the_last_jump_of_a_speed_and_odd_steps_are_none():
     odd[[3, 12, 14], 0] = 0.5
     assert since_jump(odd) == 0
     assert since_jump(step[9:]) == 0, "too few before it"
+
+
+# what readers and an independent transcription found
+
+
+def observed(sizes, taken, names=("a",), steps=16):
+    """Times of workers after rounds at these sizes."""
+    times = WorkerTimes.of(names)
+    for size, seconds in zip(sizes, taken, strict=True):
+        b, took = np.broadcast_to(size, len(names)).astype(float), np.broadcast_to(seconds, (steps, len(names)))
+        times = times.observe(b, took / 3, 2 * took / 3, steps)
+    return times
+
+
+def test_a_curve_does_not_depend_on_how_many_sizes_others_ran():
+    """The mean of a worker's own sizes once became a point of its curve as soon as another had more of them."""
+    own, b = observed((10.0, 95.0, 100.0), (0.01, 0.01, 0.1)), np.array([95.0, 40.0])
+    both = observed((5.0, 10.0, 95.0, 100.0), (0.01, 0.01, 0.01, 0.1), ("b",)).merge(own).select(("a", "b"))
+    alone = own.merge(WorkerTimes.of(())).parts(b[:1])
+    np.testing.assert_allclose(both.parts(b)[0], alone[0], rtol=0.05)
+
+
+def test_more_samples_in_less_time_or_fewer_in_more_are_a_jump_at_a_new_size():
+    """A worker shrank while a neighbour ran, and grew by a few samples in the moment in which the neighbour left."""
+    jumps = [observed((15.0, b), (0.2, t)).jumped[0] for b, t in ((18.0, 0.07), (12.0, 0.4), (18.0, 0.23), (5.0, 0.1))]
+    assert jumps == [True, True, False, False]
+    assert observed((60.0, 15.0, 18.0), (0.6, 0.2, 0.07)).parts(np.array([60.0])).sum() == pytest.approx(0.2, rel=0.2)
+
+
+def test_a_worker_that_takes_no_time_at_all_leaves_the_others_predictable():
+    ctx, planner = context(40, 2), PerfModelPlanner()
+    for _ in range(3):
+        planner = planner.observe(seen_of((20, 20), (0.0, 0.06)), ctx)
+    planner = planner.loaded(planner.state_dict()).observe(seen_of((20, 20), (0.02, 0.06)), ctx)
+    assert planner.decide(seen_of((20, 20), (0.02, 0.06)), even_plan(ctx), ctx).proposal is not None
+
+
+def test_time_beside_the_steps_is_forgotten_when_it_is_over():
+    ctx, seen = context(40, 2), seen_of((20, 20), (0.02, 0.02))
+    more, planner = replace(seen, step_time=seen.step_time + 0.03), PerfModelPlanner()
+    for rounds, one, expected in ((20, more, 0.05), (30, seen, 0.02)):
+        for _ in range(rounds):
+            planner = planner.observe(one, ctx)
+        assert planner.predict(even_plan(ctx), ctx) == pytest.approx(expected, rel=0.05)
+
+
+def test_a_window_of_micro_batches_waits_for_what_was_measured_of_windows():
+    rng, ctx = np.random.default_rng(0), context(160, 8, accumulation=16)
+    b, mean = np.full((200, 8), 20.0), 0.02 * (1 + 0.05 * rng.standard_normal((200, 8)))
+    step = np.repeat(16 * mean.max(axis=1, keepdims=True), 8, axis=1)
+    planner = PerfModelPlanner().observe(StepObservations(b, mean / 3, 2 * mean / 3, 0 * b, 0 * b, 0 * b, step), ctx)
+    assert replace(planner, excess=0.0).predict(even_plan(ctx), ctx) == pytest.approx(step.mean(), rel=0.01)
+
+
+def test_settings_reach_the_time_model():
+    settings = PlannerSettings(jump=1e6)
+    assert PerfModelPlanner(settings=settings).times.settings == settings
+
+
+def test_a_trial_counts_steps_since_a_jump_and_is_not_excused_by_an_odd_one():
+    fast, slow = seen_of((20, 20), (0.02, 0.02), 16), seen_of((20, 20), (0.02, 0.04), 16)
+    ctx = context(40, 2)
+    known = PerfModelPlanner().observe(fast, ctx)
+    assert known.decide(fast.followed_by(slow), even_plan(ctx), ctx).planner.trial.seconds == pytest.approx(
+        0.04, rel=0.05
+    )
+    later = changed((0.06, 0.058))[2].planner.credit
+    ctx, first, _ = changed((0.06, 0.058))
+    sizes = first.proposal.plan.local_batch_sizes
+    odd = seen_of(sizes, (0.06, 0.058), 16)
+    odd.forward[3] *= 10
+    assert first.planner.decide(odd, first.proposal.plan, ctx).planner.credit < 0.7
+    assert later < 0.6
+
+
+def test_neither_trial_nor_splits_outlive_their_ranks_or_their_total():
+    ctx, first, _ = changed((0.03, 0.031))
+    other = replace(ctx, identities=("host-0", "host-9"))
+    assert first.planner.observe(seen_of((20, 20), (0.02, 0.06)), other).trial is None
+    assert first.planner.observe(seen_of((30, 30), (0.03, 0.09)), replace(ctx, total_batch_size=60)).trial is None
+
+
+def test_a_probe_has_to_pay_and_equal_workers_keep_equal_multiples(seed):
+    ctx, steady = context(4, 2), seen_of((2, 2), (0.07, 0.05))
+    assert PerfModelPlanner().decide(steady, even_plan(ctx), ctx).proposal is not None
+    dear = replace(ctx, change_cost=1e6)
+    assert PerfModelPlanner().decide(steady, even_plan(ctx), dear).proposal is None
+    rng, ctx = np.random.default_rng(seed), context(160, 3, multiple=32)
+    plan = replace(even_plan(context(159, 3)), total_batch_size=160, local_batch_sizes=(64, 64, 32))
+    moved = 0
+    for _ in range(20):
+        b = np.tile([64.0, 64.0, 32.0], (8, 1))
+        took = 1e-3 * b * (1 + 0.3 * rng.standard_normal(b.shape)).clip(0.2)
+        step = np.repeat(took.max(axis=1, keepdims=True), 3, axis=1)
+        seen = StepObservations(b, took / 3, 2 * took / 3, 0 * b, 0 * b, 0 * b, step)
+        moved += PerfModelPlanner().decide(seen, plan, ctx).proposal is not None
+    assert moved <= 2

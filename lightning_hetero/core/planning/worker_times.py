@@ -284,8 +284,8 @@ class WorkerTimes:
             elapsed: steps since the round before.
         """
         count, workers = outside.shape
-        step = outside + backward
-        middle = np.maximum(np.median(step, axis=0), 1e-9)
+        step = np.maximum(outside + backward, 1e-9)
+        middle = np.median(step, axis=0)
         far = step > middle * (1.0 + np.maximum(4.0 * self.jitter, FAR))
         event = far & (self.odd[:, 0] + far.sum(axis=0) <= RARE * np.maximum(self.odd[:, 1] + count, 20.0))
         shorter = np.where(event, middle / step, 1.0)
