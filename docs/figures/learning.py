@@ -18,9 +18,7 @@ from lightning_hetero.simulate import ClusterSimulator, DeviceProfile, LinkProfi
 
 HERE = Path(__file__).parent
 STEPS, SHARED = 240, (100, 180)
-DEVICES = [
-    DeviceProfile(q=0.002 / v, s=0.01, k=0.004 / v, m=0.02, jitter=0.04, name=f"speed {v}") for v in (4, 2, 1)
-]
+DEVICES = [DeviceProfile(q=0.002 / v, s=0.01, k=0.004 / v, m=0.02, jitter=0.04, name=f"speed {v}") for v in (4, 2, 1)]
 # The palette of Okabe and Ito, which the colour-blind can tell apart; the lines differ besides.
 STYLES = (("#0072B2", "-"), ("#D55E00", "--"), ("#009E73", ":"))
 
