@@ -228,9 +228,21 @@ def test_a_window_of_micro_batches_waits_for_what_was_measured_of_windows():
     assert replace(planner, excess=0.0).predict(even_plan(ctx), ctx) == pytest.approx(step.mean(), rel=0.01)
 
 
-def test_settings_reach_the_time_model():
+def test_settings_are_checked_and_reach_the_time_model():
     settings = PlannerSettings(jump=1e6)
     assert PerfModelPlanner(settings=settings).times.settings == settings
+    for name in ("still", "moving", "fixed_share", "curvature", "jump", "unseen", "least_gain", "doubt"):
+        with pytest.raises(ValueError, match=name):
+            PlannerSettings(**{name: -1.0})
+
+
+def test_a_line_model_takes_as_long_as_predicted_at_the_optimum_and_a_jump_is_named():
+    ctx, first, _ = changed((0.03, 0.031))
+    plan, twice = first.planner.optimum(ctx), seen_of((20, 20), (0.04, 0.06))
+    model = first.planner.cluster(ctx)
+    assert model.step_time(plan.local_batch_sizes) == pytest.approx(first.planner.predict(plan, ctx), rel=0.01)
+    again = PerfModelPlanner().observe(seen_of((20, 20), (0.02, 0.06)), ctx).decide(twice, even_plan(ctx), ctx)
+    assert "rank 0 " in again.proposal.reason
 
 
 def test_a_trial_counts_steps_since_a_jump_and_is_not_excused_by_an_odd_one():
