@@ -98,7 +98,7 @@ class PerfModelPlanner:
         >>> seen = StepObservations(sizes, zeros, sizes * [0.001, 0.003], zeros, zeros, zeros, zeros)
         >>> planner, proposal = PerfModelPlanner().decide(seen, BatchPlan(40, (20, 20)), context)
         >>> proposal.plan.local_batch_sizes
-        (30, 10)
+        (33, 7)
     """
 
     moves_total: ClassVar[bool] = False

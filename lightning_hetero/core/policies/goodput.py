@@ -73,7 +73,7 @@ class GoodputPlanner:
         >>> obs = StepObservations(sizes, zeros, seconds, zeros, zeros, zeros, zeros)
         >>> planner, proposal = GoodputPlanner(400, initial_total=40).decide(obs, BatchPlan(40, (30, 10)), context)
         >>> proposal.plan.total_batch_size, proposal.plan.local_batch_sizes
-        (249, (186, 63))
+        (249, (187, 62))
     """
 
     max_total_batch_size: int

@@ -29,7 +29,7 @@ def simulate_run(
     Example:
         >>> result = simulate_run([DeviceProfile(0.001, 0, 0.002, 0), DeviceProfile(0.003, 0, 0.006, 0)], 40, 20)
         >>> result.seconds.round(2).tolist()[5:7], [entry.step for entry in result.plans]
-        ([0.18, 0.09], [0, 6])
+        ([0.18, 0.1], [0, 6, 15])
     """
     return ClusterSimulator(devices, total_batch_size, seed=seed, **settings).run(steps)
 
@@ -81,7 +81,7 @@ def compare_run(
         >>> result = simulate_run(devices, 40, 20)
         >>> again = compare_run(result, result.seconds * 1.01, [(0, (20, 20)), (7, (30, 10))])
         >>> round(again.median_difference, 3), again.samples.tolist()[5:8], again.last
-        (0.01, [0, 10, 0], 0)
+        (0.01, [0, 13, 3], 0)
     """
     if not plans or plans[0][0] != 0 or any(len(sizes) != len(result.names) for _, sizes in plans):
         raise ValueError(

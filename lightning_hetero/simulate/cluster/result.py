@@ -86,7 +86,7 @@ class SimulationResult:
         >>> devices = [DeviceProfile(0.001, 0, 0.002, 0), DeviceProfile(0.003, 0, 0.006, 0)]
         >>> result = ClusterSimulator(devices, 40).run(30)
         >>> result.plans[-1].plan.local_batch_sizes, round(result.share_of_optimum, 2), result.first_within(0.01)
-        ((30, 10), 0.83, 6)
+        ((30, 10), 0.81, 15)
     """
 
     names: tuple[str, ...]

@@ -84,7 +84,7 @@ class ClusterSimulator:
         >>> simulator = ClusterSimulator([fast, slow], 100, link=LinkProfile(gradient_bytes=1e6, rate=1e9))
         >>> result = simulator.run(40)
         >>> [entry.plan.local_batch_sizes for entry in result.plans]
-        [(50, 50), (79, 21), (80, 20)]
+        [(50, 50), (86, 14), (80, 20)]
         >>> round(result.share_since(20), 3), simulator.optimum()[1].tolist()
         (1.0, [80, 20])
     """

@@ -47,7 +47,7 @@ class RecordingPlanner:
         >>> devices = [DeviceProfile(0.001, 0, 0.002, 0), DeviceProfile(0.003, 0, 0.006, 0)]
         >>> plans = ClusterSimulator(devices, 40, policy=recording).run(30).plans
         >>> [entry.plan == again.plan for entry, again in zip(plans, replay(recording.log, PerfModelPlanner()))]
-        [True, True]
+        [True, True, True]
     """
 
     def __init__(self, planner: Planner, log: list[RecordedRound] | None = None) -> None:
