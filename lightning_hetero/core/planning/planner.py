@@ -324,7 +324,7 @@ class PerfModelPlanner:
         free = max(float(workers.squares[:, 1].sum()), 1.0)
         unlucky = ((2.0 * math.log(max(len(sizes), 2))) ** 0.5 + LUCK) * (1.0 + 9.0 / free)  # noise itself is not sure
         if np.ptp(sizes) > unit:  # equal workers keep equal sizes, however noisy; others are misled by little
-            unlucky *= UNEQUAL
+            unlucky *= UNEQUAL * (1.0 - float(workers.moving.mean()))  # no later round knows more of drifts
         return float(self.settings.doubt * unlucky * np.median(workers.errors(sizes)))
 
     def _probe(

@@ -44,6 +44,8 @@ MIN_JUMP = 0.08
 """Least change of a speed, as a logarithm, that counts as a jump."""
 MIN_NEW = 0.4
 """The same at a new size, beyond what the sizes around it took."""
+NEAR = 0.04
+"""Relative difference of a size from the newest up to which a round shows whether a speed drifts."""
 LITTLE = 1e-3
 """Steps, faded, up to which a point shows no jump any more."""
 MIN_STRETCH = 4
@@ -333,14 +335,15 @@ class WorkerTimes:
         expected = self.parts(sizes).sum(axis=1) * np.exp(-level)
         expected = np.where(again, self.seconds[each, slot].sum(axis=1), expected)
         off = np.log(pace / np.where(self.known, expected, pace))
-        # of two predictions of a size that goes on, the average of all steps and the newest level, which was closer
-        seen = np.maximum(self.steps[each, slot], 1.0)
+        # of two predictions at almost the newest size, the average of all steps and the newest level, which was closer
+        near = np.abs(sizes - self.newest) <= NEAR * self.newest
+        seen = np.maximum(np.where(again, self.steps[each, slot], self.steps.sum(axis=1)), 1.0)
         gain = 1.0 - np.exp(-count / settings.moving)
-        by_points = variance * (1.0 / count + 1.0 / seen) + 1e-6
-        by_level = variance / count * (1.0 + gain / (2.0 - gain)) + 1e-6
+        bent = np.where(again, 0.0, settings.curvature**2) + 1e-6  # at a new size, times are no line
+        by_points = variance * (1.0 / count + 1.0 / seen) + bent
+        by_level = variance / count * (1.0 + gain / (2.0 - gain)) + bent
         odds = 0.5 * (off**2 / by_points - (off - self.level) ** 2 / by_level - np.log(by_level / by_points))
-        goes_on = again & (self.newest == sizes)
-        drift = np.where(goes_on, self.drift + np.clip(odds, -2.0, MOST_EVIDENCE), FORGET * self.drift)
+        drift = np.where(near, self.drift + np.clip(odds, -2.0, MOST_EVIDENCE), FORGET * self.drift)
         drift = np.clip(drift, -8.0, 8.0)
         beyond, typical = off - level, np.log(middle / np.where(self.known, expected, middle)) - level
         least = np.maximum(settings.jump * np.sqrt(by_points), MIN_JUMP)
@@ -352,7 +355,7 @@ class WorkerTimes:
         odd = self.known & ((now < np.exp(-MIN_NEW) * low) | (now > np.exp(MIN_NEW) * high))
         jumped = np.where(again, np.abs(beyond) > least, odd)
         jumped &= typical * np.sign(beyond) > 0.5 * np.abs(beyond)
-        followed = self.level + gain * np.where(again, 1.0, self.moving) * (off - self.level)
+        followed = self.level + gain * np.where(again | near, 1.0, self.moving) * (off - self.level)
         return replace(
             self,
             drift=drift,
