@@ -2,8 +2,10 @@
 
 Each round: DDP, PerfModel and PID train one after the other; then one more run interleaves, in short stretches, the
 even split, the splits that the policies arrived at, and fixed splits around them. The fastest of all these is the exact
-optimum. Ratios are taken within that interleaved run, where all splits see the same machine. What the time model of a
-policy's own run says of each worker, at its split and at the optimum, stands beside them: it tells whose time is wrong.
+optimum. Ratios are taken within that interleaved run, where all splits see the same machine, and within each cycle of
+it. The same split differs by a tenth from cycle to cycle, so the fastest of ten is partly the luckiest: it is chosen by
+every other cycle and timed in those between, and the reverse. What the time model of a policy's own run says of each
+worker, at its split and at the optimum, stands beside them: it tells whose time is wrong.
 
 A second table compares predicted with measured step times over a 10x range of total batches: the planner learns from
 every other total and predicts the ones between.
@@ -28,7 +30,7 @@ from lightning_hetero.core.timing.winsorized_mean import winsorized_mean
 HERE = Path(__file__).parent
 SHARES = (1.0, 0.5, 0.3)
 BATCH = 64
-TOTAL = BATCH * len(SHARES)
+CYCLES = 10
 # A step has to be long against the 4 ms in which a CPU quota is handed out (a node that idles for most of a period runs
 # the rest of it at full speed, whatever its share), and its activations small enough for the caches that nodes share.
 MODEL = ("--width", "96", "--size", "12")
@@ -49,14 +51,20 @@ def run(cluster, kind, steps, *, script=None):
 
 
 def times_of_splits(cluster, splits, *, cycles, stretch=8):
-    """Mean step time of each fixed split, all in one run that goes round them again and again."""
-    order = [split for _ in range(cycles) for split in splits]
+    """Mean step time of each fixed split in each cycle of one run that goes round them, shape ``(cycles, splits)``."""
+    order = list(splits) * cycles
     script = {i * stretch: list(split) for i, split in enumerate(order)}
     seconds = np.array(run(cluster, "script", stretch * len(order), script=script)["seconds"])
-    found = {split: [] for split in splits}
-    for i, split in enumerate(order):
-        found[split] += seconds[i * stretch + 3 : (i + 1) * stretch].tolist()
-    return {split: winsorized_mean(np.array(values)) for split, values in found.items()}
+    means = [winsorized_mean(seconds[i * stretch + 3 : (i + 1) * stretch]) for i in range(len(order))]
+    return np.array(means).reshape(cycles, len(splits))
+
+
+def fastest(times):
+    """The fastest split, and its time over that of each split, by cycles that had no part in the choice."""
+    times = times / times.mean(axis=1, keepdims=True)  # the machine is slower in one cycle than in another
+    halves = [times[half::2].mean(axis=0) for half in (0, 1)]
+    shares = [after[before.argmin()] / after for before, after in (halves, halves[::-1])]
+    return int(times.mean(axis=0).argmin()), np.mean(shares, axis=0)
 
 
 def settled(seconds):
@@ -91,16 +99,18 @@ def balance(cluster):
     even = (BATCH,) * len(SHARES)
     runs = {kind: run(cluster, kind, 40 if kind == "ddp" else 100) for kind in ("ddp", "perf_model", "pid")}
     arrived = {kind: tuple(runs[kind]["history"][-1][2]) for kind in ("perf_model", "pid")}
-    times = times_of_splits(cluster, neighbours(arrived["perf_model"], 10), cycles=3)
-    center = min(times, key=times.get)
-    compared = dict.fromkeys([even, *arrived.values(), center, *neighbours(center, 5)])
-    times = times_of_splits(cluster, list(compared), cycles=4)
-    optimum = min(times, key=times.get)
+    around = neighbours(arrived["perf_model"], 10)
+    center = around[times_of_splits(cluster, around, cycles=4).mean(axis=0).argmin()]
+    compared = list(dict.fromkeys([even, *arrived.values(), center, *neighbours(center, 5)]))
+    times = times_of_splits(cluster, compared, cycles=CYCLES)
+    best, shares = fastest(times)
+    mean, optimum = times.mean(axis=0), compared[best]
     rows = []
     for name, split in (("ddp", even), ("exact optimum", optimum), *arrived.items()):
-        row = {"strategy": name, "split": "/".join(map(str, split)), "step_ms": times[split] * 1e3}
-        row["over_even"] = times[even] / times[split]
-        row["share_of_optimum_%"] = 100 * times[optimum] / times[split]
+        at = compared.index(split)
+        row = {"strategy": name, "split": "/".join(map(str, split)), "step_ms": mean[at] * 1e3}
+        row["over_even"] = mean[compared.index(even)] / mean[at]
+        row["share_of_optimum_%"] = 100.0 if name == "exact optimum" else 100 * shares[at]
         if name in runs:
             row["own_run_ms"] = settled(runs[name]["seconds"]) * 1e3
             row["own_run_over_ddp"] = settled(runs["ddp"]["seconds"]) * 1e3 / row["own_run_ms"]

@@ -15,7 +15,7 @@ if __name__ == "__main__":
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     model, optimizer, loader = accelerator.prepare(model, optimizer, train_loader())
     with slow_second_worker(accelerator.process_index):
-        for _ in range(2):
+        for _ in range(4):
             for x, y in loader:
                 accelerator.backward(nn.functional.cross_entropy(model(x), y))
                 optimizer.step()
