@@ -68,7 +68,8 @@ class Link(L.Callback):
 
 
 def _run(rank, rates, settings, kwargs):
-    counted, callback, usual = CountedTime(rank, FAT), TTACallback(**settings), sync_schedule.SETTINGS
+    counted = CountedTime(rank, rates.get(0, FAT))
+    callback, usual = TTACallback(**settings), sync_schedule.SETTINGS
     at_end(partial(setattr, sync_schedule, "SETTINGS", usual))
     sync_schedule.SETTINGS = replace(usual, min_steps_density=kwargs.pop("every", 2))
     link = Link(counted, rates)
@@ -130,6 +131,11 @@ def test_messages_come_late_where_the_user_chose_it_and_take_no_longer_than_comp
     assert all(results[1]["late"])
     assert results[0]["sizes"][15] > 3 * results[0]["sizes"][-1]
     assert 0.003 < results[0]["sizes"][-1] / THIN < 0.018
+
+
+def test_the_first_message_is_as_dense_as_the_measured_link_asks_for():
+    fat, thin = (run({0: rate}, max_steps=1)[0]["densities"] for rate in (FAT, THIN))
+    assert thin[0] < fat[0] / 3
 
 
 def test_a_link_that_stalls_hastens_the_next_round():

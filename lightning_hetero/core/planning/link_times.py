@@ -28,12 +28,12 @@ class LinkTimes:
 
     rounds: Mapping[int, tuple[Round, ...]] = field(default_factory=dict)
 
-    def observe(self, seen: StepObservations) -> "LinkTimes":
-        """Return the times after one more round."""
+    def observe(self, seen: StepObservations, accumulation: int = 1) -> "LinkTimes":
+        """Return the times after one more round, of steps with this many micro-batches."""
         workers = seen.forward.shape[1]
         newest = (
             estimate_gamma(seen.first_bucket, seen.backward),
-            *estimate_sync_times(seen.overlapped_sync, seen.last_sync, steps_that_tell(seen)),
+            *estimate_sync_times(seen.overlapped_sync, seen.last_sync, steps_that_tell(seen, accumulation)),
         )
         return replace(self, rounds={**self.rounds, workers: (*self.rounds.get(workers, ()), newest)[-ROUNDS:]})
 
@@ -45,9 +45,7 @@ class LinkTimes:
         seen = {n: np.median(np.array(rounds), axis=0) for n, rounds in self.rounds.items()}
         if workers in seen:
             return tuple(map(float, seen[workers]))  # type: ignore[return-value]
-        if not seen:
-            return 1.0, 0.0, 0.0
-        gamma = float(np.median([one[0] for one in seen.values()]))
+        gamma = float(np.median([one[0] for one in seen.values()])) if seen else 1.0
         n = np.array([float(count) for count in seen if count > 1])
         if not len(n):
             return gamma, 0.0, 0.0

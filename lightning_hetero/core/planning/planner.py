@@ -193,7 +193,7 @@ class PerfModelPlanner:
         if seen.num_steps == 0:
             return self
         elapsed = float(max(context.elapsed or 0, seen.num_steps))
-        link, seen = self.link.observe(seen), _since_jump(seen)
+        link, seen = self.link.observe(seen, context.accumulation), _since_jump(seen)
         splits = seen.splits()
         workers = self.times.select(context.identities)
         jumped, since = np.zeros(len(context.identities), dtype=bool), elapsed
@@ -222,17 +222,16 @@ class PerfModelPlanner:
             expected = self.predict(BatchPlan(sum(split), split), context) or 1.0
             off = math.log(max(winsorized_mean(took), 1e-9) / expected)
             if off + self.excess > LEAST_EXCESS:  # what is far shorter than its slowest worker is no step
-                excess = min(max(self.excess + EXCESS_GAIN * off, LEAST_EXCESS), MOST_EXCESS)
-                planner = replace(planner, excess=excess)
+                planner = replace(planner, excess=min(self.excess + EXCESS_GAIN * off, MOST_EXCESS))
         trial = self.trial
         if trial is not None and sum(trial.split) != sum(split):
             return replace(planner, trial=None)
         if trial is None or trial.split != split or seen.num_steps < 3:
             return planner
         gained = 1.0 - seconds / trial.seconds + 2.0 * math.hypot(error, trial.error) / trial.seconds
-        moving = float(self.times.select(context.identities).moving.mean())
-        kept = min(max(gained / trial.gain, -1.0), 1.0) * (1.0 - moving) + moving
-        return replace(planner, trial=None, credit=min(max(0.5 * (self.credit + kept), LEAST_CREDIT), 1.0))
+        drifting = float(self.times.select(context.identities).drifting.mean())
+        kept = min(max(gained / trial.gain, -1.0), 1.0) * (1.0 - drifting) + drifting
+        return replace(planner, trial=None, credit=max(0.5 * (self.credit + kept), LEAST_CREDIT))
 
     def _measured(self, seen: StepObservations, context: PlanContext) -> tuple[float, float]:
         """Return the mean seconds of a micro-batch of its slowest worker, and their error."""
@@ -259,7 +258,7 @@ class PerfModelPlanner:
         if not set(context.identities) <= set(planner.times.names):
             return Decision(planner, kept="too few observations: not every worker's time is known")
         decision = planner._decide(observations, current, context, first=not self.knows(context))
-        moving = float(planner.times.select(context.identities).moving.mean()) > 0.5
+        moving = float(planner.times.select(context.identities).drifting.mean()) > 0.5
         return replace(decision, error=planner.error(current, context), moving=moving)
 
     def _decide(self, seen: StepObservations, current: BatchPlan, context: PlanContext, *, first: bool) -> Decision:
@@ -279,9 +278,9 @@ class PerfModelPlanner:
         ran = [one for one in self.splits if one != here and len(one) == len(here) and sum(one) == total]
         ran = [one for one in ran if ((low <= one) & (one <= high) & (np.mod(one, context.multiple) == 0)).all()]
         offers = [(gain(split), split, False) for split in ran]
-        if best != here and best not in ran:
+        if best not in ran:
             offers.append((self.credit * gain(best), best, True))
-        worth, split, new = max(offers, default=(0.0, best, True))
+        worth, split, new = max(offers)
         shown = split_text(split, by_cost=current.cost is not None, most=3)
         other = f"{shown} would take {max(gain(split), 0.0):.1%} less"
         if worth > least:
@@ -300,7 +299,7 @@ class PerfModelPlanner:
         promised, trial = gain(split), None
         seen = _since_jump(seen)
         rows = (seen.local_batch_sizes == running).all(axis=1)
-        if new and promised > 0 and rows.sum() >= 3 and current.total_batch_size == total:
+        if new and rows.sum() >= 3 and current.total_batch_size == total:
             trial = Trial(*self._measured(seen.rows(rows), context), promised, split)
         plan, before = self._planned(split, context), self.predict(current, context) or 1e-12
         then = plan.step_time or 0.0
@@ -322,20 +321,20 @@ class PerfModelPlanner:
     def _chance(self, workers: WorkerTimes, sizes: Array, unit: int) -> float:
         """Return the gain that chance alone pretends: how far the unluckiest of equal workers seems behind."""
         free = max(float(workers.squares[:, 1].sum()), 1.0)
-        unlucky = ((2.0 * math.log(max(len(sizes), 2))) ** 0.5 + LUCK) * (1.0 + 9.0 / free)  # noise itself is not sure
+        unlucky = ((2.0 * math.log(len(sizes))) ** 0.5 + LUCK) * (1.0 + 9.0 / free)  # noise itself is not sure
         if np.ptp(sizes) > unit:  # equal workers keep equal sizes, however noisy; others are misled by little
-            unlucky *= UNEQUAL * (1.0 - float(workers.moving.mean()))  # no later round knows more of drifts
+            unlucky *= UNEQUAL * (1.0 - float(workers.drifting.mean()))  # no later round knows more of drifts
         return float(self.settings.doubt * unlucky * np.median(workers.errors(sizes)))
 
     def _probe(
         self, workers: WorkerTimes, curves: Sequence[Curve], sizes: Array, low: Array, high: Array, context: PlanContext
     ) -> Split | None:
-        """Return the split with one unit moved from the slowest to the fastest worker, if its cost is not known."""
+        """Return the split with one unit moved from the slowest worker to the fastest; ``None`` if two sizes ran."""
         finish = finish_times(curves, sizes)
         slow, fast = int(finish.argmax()), int(np.where(sizes < high, finish, np.inf).argmin())
         if (workers.steps > 0).sum(axis=1).max() > 1 or sizes[slow] <= low[slow] or sizes[fast] >= high[fast]:
             return None
-        most = 1.0 - float(finish.mean() / finish.max())  # no split can gain more
+        most = 1.0 - float(finish.mean() / finish.max())  # about what another split may gain
         if most <= context.hysteresis or not self.pays(most, float(finish.max()), context):
             return None
         errors = workers.errors(sizes) * finish
@@ -406,10 +405,9 @@ def _bounds(context: PlanContext) -> tuple[Array, Array]:
 
 def _since_jump(seen: StepObservations) -> StepObservations:
     """Return the steps since a speed last jumped: what is over by now says nothing about the next ones."""
-    for _, own in seen.splits()[-1:]:
-        if jump := since_jump(seen.compute[own]):
-            return seen.rows(slice(own.start + jump, None))
-    return seen
+    own = seen.splits()[-1][1] if seen.num_steps else slice(0, 0)
+    jump = since_jump(seen.compute[own])
+    return seen.rows(slice(own.start + jump, None)) if jump else seen
 
 
 def _few(ranks: Sequence[str]) -> str:

@@ -18,14 +18,13 @@ def finish_times(curves: Sequence[Curve], sizes: Array) -> Array:
 
 
 def most_samples(curves: Sequence[Curve], time: float) -> Array:
-    """Return the samples that each worker finishes within some seconds, below 0 where it finishes none."""
+    """Return the samples that each worker finishes within some seconds, in which it finishes 0 of them."""
     return np.asarray(np.minimum.reduce([_inverse(at, seconds, time) for at, seconds in curves]))
 
 
 def _inverse(at: Array, seconds: Array, time: float) -> Array:
     (x, dx), (y, dy) = stretches(seconds, time, at, seconds)
-    share = np.where(dy > 1e-15, np.maximum(time - y, 0.0) / np.maximum(dy, 1e-15), 1e15)  # flat: any number of them
-    return np.where(seconds[0] > time, -1.0, x + dx * share)
+    return np.asarray(x + dx * np.where(dy > 1e-15, (time - y) / np.maximum(dy, 1e-15), 1e15))  # flat: any number
 
 
 def solve(curves: Sequence[Curve], low: Array, high: Array, total: int, unit: int = 1) -> npt.NDArray[np.int64]:
@@ -48,7 +47,7 @@ def solve(curves: Sequence[Curve], low: Array, high: Array, total: int, unit: in
 
     # sizes that are everywhere as far between their bounds are enough together: no step need take longer
     share = (total - low.sum()) / max(float((high - low).sum()), 1.0)
-    enough = np.minimum(np.ceil((low + share * (high - low)) / unit - 1e-9) * unit, high)
+    enough = np.ceil((low + share * (high - low)) / unit - 1e-9) * unit
     early, late = (float(finish_times(curves, sizes).max()) for sizes in (low, enough))
     least, sizes, halve = low, most(late), False
     while late > early * (1.0 + 1e-9) and sizes.sum() - total > unit:

@@ -137,7 +137,7 @@ class WorkerTimes:
                 their times per sample is scaled by the ratio. Equal by default.
         """
         new, old = np.flatnonzero(~self.known), np.flatnonzero(self.known)
-        if not len(new) or not len(old):
+        if not len(new):
             return self
         power = np.log(np.array(capacities or [1.0] * len(self.names)))
         samples = np.maximum((self.steps * self.size).sum(axis=1), 1e-9)
@@ -169,10 +169,10 @@ class WorkerTimes:
         return np.asarray(np.sqrt((squares + JITTER_STEPS * shared) / (free + JITTER_STEPS)) + 1e-3)
 
     @cached_property
-    def moving(self) -> Array:
+    def drifting(self) -> Array:
         """Probability of each worker that its speed drifts; many that do make it likelier for the others."""
         odds = self.drift + 0.5 * min(len(self.drift), 4) * max(float(self.drift.mean()), 0.0) - DRIFT_ODDS
-        return np.asarray(1.0 / (1.0 + np.exp(-np.clip(odds, -30.0, 30.0))))
+        return np.asarray(1.0 / (1.0 + np.exp(-odds)))
 
     def _lines(self) -> tuple[Array, Array, Array, Array]:
         """Return a point on each worker's lines, their slopes, and the elasticity that workers usually have.
@@ -185,8 +185,8 @@ class WorkerTimes:
         every = np.maximum(weight.sum(axis=1), 1e-12)
         size = np.maximum((weight * self.size).sum(axis=1) / every, 1e-9)
         seconds = np.maximum((weight[..., None] * self.seconds).sum(axis=1) / every[:, None], 1e-12)
-        off_size = np.where(there, self.size / size[:, None] - 1.0, 0.0)
-        off_seconds = np.where(there[..., None], self.seconds / seconds[:, None] - 1.0, 0.0)
+        off_size = self.size / size[:, None] - 1.0
+        off_seconds = self.seconds / seconds[:, None] - 1.0
         information = (weight * off_size**2).sum(axis=1)
         product = (weight[..., None] * off_size[..., None] * off_seconds).sum(axis=1)
         prior = 1.0 / self.settings.fixed_share**2
@@ -206,12 +206,12 @@ class WorkerTimes:
         size, seconds, slope, usual = self._lines()
         there = self.steps > 0
         # a worker that ran at fewer sizes than others repeats its greatest one
-        point = np.where(there, np.arange(SIZES), np.where(there, self.size, -1.0).argmax(axis=1)[:, None])
+        point = np.where(there, np.arange(SIZES), self.size.argmax(axis=1)[:, None])
         point = point[:, there.any(axis=0)]
         steps, at = (np.take_along_axis(one, point, 1) for one in (self.steps, self.size))
         measured = np.maximum(np.take_along_axis(self.seconds, point[..., None], 1), 1e-12)
         noise = self.jitter[:, None] ** 2 / np.maximum(steps, 1e-9)
-        believed = self.settings.curvature**2 / (self.settings.curvature**2 + noise) * (1.0 - self.moving[:, None])
+        believed = self.settings.curvature**2 / (self.settings.curvature**2 + noise) * (1.0 - self.drifting[:, None])
 
         def line_at(sizes: Array) -> Array:
             return np.maximum(seconds[:, None] + slope[:, None] * (sizes - size[:, None])[..., None], 1e-12)
@@ -228,7 +228,7 @@ class WorkerTimes:
         beyond = times[:, -1] + slope * (far - at[:, -1:]) * (times[:, -1] / line_at(at[:, -1:])[:, 0])
         at = np.concatenate([np.zeros((len(at), 1)), at, far], axis=1)
         times = np.concatenate([at_zero[:, None], times, beyond[:, None]], axis=1)
-        times = np.maximum.accumulate(times, axis=1) * np.exp(self.moving * self.level)[:, None, None]
+        times = np.maximum.accumulate(times, axis=1) * np.exp(self.drifting * self.level)[:, None, None]
         return np.ascontiguousarray(at.T), np.ascontiguousarray(times.T)
 
     def parts(self, sizes: Array) -> Array:
@@ -252,7 +252,7 @@ class WorkerTimes:
         variance = self.jitter**2
         here = np.where(self.size == sizes[:, None], self.steps, 0.0).sum(axis=1)
         by_line = variance / np.maximum(self.steps.sum(axis=1), 1.0) + 0.5 * self.settings.curvature**2
-        by_level = self.moving**2 * variance / (2.0 * self.settings.moving)
+        by_level = self.drifting**2 * variance / (2.0 * self.settings.moving)
         return np.asarray(np.sqrt(np.minimum(variance / np.maximum(here, 1.0), by_line) + by_level))
 
     def state_dict(self) -> dict[str, Any]:
@@ -309,14 +309,14 @@ class WorkerTimes:
         again, slot = now._slots(sizes)
         at = np.arange(workers), np.where(again, slot, steps.argmin(axis=1))
         total = steps[at] * again + count
-        new = pace * np.exp(-now.moving * now.level)[:, None]
+        new = pace * np.exp(-now.drifting * now.level)[:, None]
         seconds[at] += (count / total)[:, None] * (new - seconds[at])
         size[at], steps[at] = sizes, total
         return replace(now, size=size, steps=steps, seconds=seconds, newest=sizes)
 
     def _slots(self, sizes: Array) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
         """Return which workers have run at these sizes, and the place of these sizes."""
-        same = (self.steps > 0) & (self.size == sizes[:, None])
+        same = self.size == sizes[:, None]
         return same.any(axis=1), same.argmax(axis=1)
 
     def _follow(self, sizes: Array, pace: Array, middle: Array, count: int) -> "WorkerTimes":
@@ -331,10 +331,10 @@ class WorkerTimes:
         settings, variance, each = self.settings, self.jitter**2, np.arange(len(sizes))
         again, slot = self._slots(sizes)
         again &= self.steps[each, slot] > LITTLE
-        level = self.moving * self.level
+        level = self.drifting * self.level
         expected = self.parts(sizes).sum(axis=1) * np.exp(-level)
         expected = np.where(again, self.seconds[each, slot].sum(axis=1), expected)
-        off = np.log(pace / np.where(self.known, expected, pace))
+        off = np.where(self.known, np.log(pace / expected), 0.0)
         # of two predictions at almost the newest size, the average of all steps and the newest level, which was closer
         near = np.abs(sizes - self.newest) <= NEAR * self.newest
         seen = np.maximum(np.where(again, self.steps[each, slot], self.steps.sum(axis=1)), 1.0)
@@ -345,17 +345,17 @@ class WorkerTimes:
         odds = 0.5 * (off**2 / by_points - (off - self.level) ** 2 / by_level - np.log(by_level / by_points))
         drift = np.where(near, self.drift + np.clip(odds, -2.0, MOST_EVIDENCE), FORGET * self.drift)
         drift = np.clip(drift, -8.0, 8.0)
-        beyond, typical = off - level, np.log(middle / np.where(self.known, expected, middle)) - level
+        beyond, typical = off - level, np.log(middle / expected) - level
         least = np.maximum(settings.jump * np.sqrt(by_points), MIN_JUMP)
         # at a new size, time can only be expected; but more samples than ever took less, or fewer took more, by a jump
         there, known = self.steps > LITTLE, self.seconds.sum(axis=2)
         low = np.where(there & (self.size < sizes[:, None]), known, 0.0).max(axis=1)
         high = np.where(there & (self.size > sizes[:, None]), known, np.inf).min(axis=1)
         now = pace * np.exp(-level)
-        odd = self.known & ((now < np.exp(-MIN_NEW) * low) | (now > np.exp(MIN_NEW) * high))
+        odd = (now < np.exp(-MIN_NEW) * low) | (now > np.exp(MIN_NEW) * high)
         jumped = np.where(again, np.abs(beyond) > least, odd)
         jumped &= typical * np.sign(beyond) > 0.5 * np.abs(beyond)
-        followed = self.level + gain * np.where(again | near, 1.0, self.moving) * (off - self.level)
+        followed = self.level + gain * np.where(again | near, 1.0, self.drifting) * (off - self.level)
         return replace(
             self,
             drift=drift,
