@@ -6,12 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.planning import split
-from lightning_hetero.core.planning.planner import PerfModelPlanner
+from lightning_hetero.core.planning.planner import PerfModelPlanner, Trial
 from lightning_hetero.core.planning.settings import PlannerSettings
 from lightning_hetero.core.planning.split import finish_times, solve
 from lightning_hetero.core.planning.worker_times import WorkerTimes, since_jump
+from lightning_hetero.core.policies.base import PlanContext
 from lightning_hetero.simulate import ClusterSimulator, DeviceProfile
 from tests.equations.clusters import context, drive, even_plan, line_workers
 
@@ -98,10 +100,10 @@ def test_times_that_rise_by_tiles_do_not_change_the_split_for_ever(tile, seed):
     assert best / seconds(whole[-1]).max() >= 0.97
 
 
-def seen_of(sizes, seconds, steps=8):
-    """Steps in which the workers take these seconds, with a noise of one percent."""
+def seen_of(sizes, seconds, steps=8, noise=0.01, rng=0):
+    """Steps in which the workers take these seconds, with some noise."""
     b = np.tile(np.array(sizes, float), (steps, 1))
-    took = np.array(seconds) * (1 + 0.01 * np.random.default_rng(0).standard_normal(b.shape))
+    took = np.array(seconds) * (1 + noise * np.random.default_rng(rng).standard_normal(b.shape)).clip(0.2)
     zeros, step = np.zeros_like(b), np.broadcast_to(took.max(axis=1, keepdims=True), b.shape)
     return StepObservations(b, took / 3, 2 * took / 3, zeros, zeros, zeros, step)
 
@@ -120,7 +122,11 @@ def test_a_change_that_gained_nothing_makes_the_next_promise_count_less():
     kept, lost = changed((0.03, 0.031))[2].planner.credit, changed((0.06, 0.058))[2].planner.credit
     assert kept > 0.95
     assert lost < 0.6
-    ctx = context(40, 2)
+    assert changed((0.01, 0.012))[2].planner.credit == 1, "more than promised"
+    ctx, first, _ = changed((0.03, 0.031))
+    for error, credit in ((0.0, 0.9), (0.003, 1.0)):  # 40 % gained of 50 %
+        planner = replace(first.planner, trial=Trial(0.06, error, 0.5, (33, 7)))
+        assert planner.observe(seen_of((33, 7), (0.036, 0.036)), ctx).credit == pytest.approx(credit, abs=0.03)
     for credit, moves in ((1.0, True), (1e-3, False)):
         planner = replace(PerfModelPlanner(), credit=credit)
         decision = planner.decide(seen_of((20, 20), (0.02, 0.06)), even_plan(ctx), replace(ctx, elapsed=0))
@@ -129,9 +135,15 @@ def test_a_change_that_gained_nothing_makes_the_next_promise_count_less():
 
 def test_a_split_that_ran_and_was_faster_is_gone_back_to():
     """A step in the time of the faster worker beyond 20 samples: 33/7 takes half as long again as 20/20 did."""
-    _, _, second = changed((0.09, 0.031))
+    ctx, first, second = changed((0.09, 0.031))
     assert second.proposal.plan.local_batch_sizes == (20, 20)
+    assert second.planner.trial is None
     assert second.planner.credit < 0.6
+    seen, plan = seen_of((33, 7), (0.09, 0.031)), first.proposal.plan
+    for other in ({"max_local": (40, 19)}, {"min_local": (21, 1)}, {"multiple": 8}, {"total_batch_size": 48}):
+        ctx = replace(context(40, 2), **other)
+        proposal = first.planner.decide(seen, plan, ctx).proposal
+        assert proposal is None or proposal.plan.local_batch_sizes != (20, 20)
 
 
 @pytest.mark.parametrize(("speeds", "each"), [((4, 2, 1), 2), ((2, 1), 4), ((1.5, 1.5, 1, 1), 4)])
@@ -146,14 +158,13 @@ def test_workers_with_few_samples_and_much_fixed_time_are_balanced(speeds, each)
 
 
 def test_a_gain_that_may_be_luck_is_looked_at_again_soon_while_the_run_is_young():
-    ctx, rng = context(6, 3), np.random.default_rng(1)
-    b, zeros = np.full((3, 3), 2.0), np.zeros((3, 3))
-    seconds = np.array([0.0077, 0.0085, 0.0105]) * (1 + 0.05 * rng.standard_normal((3, 3)))
-    step = np.repeat(seconds.max(axis=1, keepdims=True), 3, axis=1)
-    seen = StepObservations(b, seconds / 3, 2 * seconds / 3, zeros, zeros, step - seconds, step)
+    ctx, seen = context(6, 3), seen_of((2, 2, 2), (0.0077, 0.0085, 0.0105), 3, 0.05, 1)
     young, old = (replace(PerfModelPlanner(), steps=n).decide(seen, even_plan(ctx), ctx) for n in (0.0, 200.0))
     assert (young.proposal, young.soon) == (None, True)
     assert (old.proposal, old.soon) == (None, False)
+    ctx = context(300, 3)
+    little = PerfModelPlanner().decide(seen_of((100,) * 3, (0.099, 0.1, 0.101), 3, 0.05), even_plan(ctx), ctx)
+    assert (little.proposal, little.soon) == (None, False)
 
 
 def test_a_worker_that_only_slows_the_job_down_is_named():
@@ -164,6 +175,7 @@ def test_a_worker_that_only_slows_the_job_down_is_named():
     assert plan.leave_out == (2,)
     assert plan.step_time_without == pytest.approx(0.032, rel=0.1)
     assert planner.predict(plan, ctx) == pytest.approx(0.1, rel=0.1)
+    assert planner.predict(BatchPlan(64, (32, 32, 0)), ctx) == pytest.approx(planner.predict(plan, ctx))
 
 
 def test_a_round_counts_from_the_last_jump_of_a_speed_and_odd_steps_are_none():
@@ -205,9 +217,18 @@ def test_more_samples_in_less_time_or_fewer_in_more_are_a_jump_at_a_new_size():
 
 def test_a_speed_that_drifts_shows_at_almost_the_same_sizes_as_well():
     rng, rounds = np.random.default_rng(0), np.arange(32.0)
-    walk = np.exp(np.cumsum(0.02 * rng.standard_normal(32)))[:, None, None] * (1 + 0.03 * rng.standard_normal((32, 8, 1)))
-    near, far = (observed(b, 1e-3 * walk * b[:, None, None], steps=8) for b in (100 + rounds % 3, 100 + 20 * (rounds % 3)))
+    walk = np.exp(np.cumsum(0.02 * rng.standard_normal(32)))[:, None, None] * (
+        1 + 0.03 * rng.standard_normal((32, 8, 1))
+    )
+    near, far = (
+        observed(b, 1e-3 * walk * b[:, None, None], steps=8) for b in (100 + rounds % 3, 100 + 20 * (rounds % 3))
+    )
     assert near.drifting[0] > 0.9 > 0.5 > far.drifting[0]
+    one = PlanContext(40, ("a",), (1,))
+    decisions = [
+        PerfModelPlanner(times).decide(StepObservations.empty(1), even_plan(one), one) for times in (near, far)
+    ]
+    assert [decision.moving for decision in decisions] == [True, False]
 
 
 def test_a_worker_that_takes_no_time_at_all_leaves_the_others_predictable():
@@ -221,6 +242,7 @@ def test_a_worker_that_takes_no_time_at_all_leaves_the_others_predictable():
 def test_time_beside_the_steps_is_forgotten_when_it_is_over():
     ctx, seen = context(40, 2), seen_of((20, 20), (0.02, 0.02))
     more, planner = replace(seen, step_time=seen.step_time + 0.03), PerfModelPlanner()
+    more.step_time[0] = np.nan
     for rounds, one, expected in ((20, more, 0.05), (30, seen, 0.02)):
         for _ in range(rounds):
             planner = planner.observe(one, ctx)
@@ -228,11 +250,9 @@ def test_time_beside_the_steps_is_forgotten_when_it_is_over():
 
 
 def test_a_window_of_micro_batches_waits_for_what_was_measured_of_windows():
-    rng, ctx = np.random.default_rng(0), context(160, 8, accumulation=16)
-    b, mean = np.full((200, 8), 20.0), 0.02 * (1 + 0.05 * rng.standard_normal((200, 8)))
-    step = np.repeat(16 * mean.max(axis=1, keepdims=True), 8, axis=1)
-    planner = PerfModelPlanner().observe(StepObservations(b, mean / 3, 2 * mean / 3, 0 * b, 0 * b, 0 * b, step), ctx)
-    assert replace(planner, excess=0.0).predict(even_plan(ctx), ctx) == pytest.approx(step.mean(), rel=0.01)
+    ctx, seen = context(160, 8, accumulation=16), seen_of((20,) * 8, (0.02,) * 8, 200, 0.05)
+    planner = replace(PerfModelPlanner().observe(seen, ctx), excess=0.0)
+    assert planner.predict(even_plan(ctx), ctx) == pytest.approx(16 * seen.step_time.mean(), rel=0.01)
 
 
 def test_settings_are_checked_and_reach_the_time_model():
@@ -246,8 +266,9 @@ def test_settings_are_checked_and_reach_the_time_model():
 def test_a_line_model_takes_as_long_as_predicted_at_the_optimum_and_a_jump_is_named():
     ctx, first, _ = changed((0.03, 0.031))
     plan, twice = first.planner.optimum(ctx), seen_of((20, 20), (0.04, 0.06))
-    model = first.planner.cluster(ctx)
-    assert model.step_time(plan.local_batch_sizes) == pytest.approx(first.planner.predict(plan, ctx), rel=0.01)
+    for planner in (first.planner, replace(first.planner, excess=0.3)):
+        predicted = planner.predict(plan, ctx)
+        assert planner.cluster(ctx).step_time(plan.local_batch_sizes) == pytest.approx(predicted, rel=0.01)
     again = PerfModelPlanner().observe(seen_of((20, 20), (0.02, 0.06)), ctx).decide(twice, even_plan(ctx), ctx)
     assert "rank 0 " in again.proposal.reason
 
@@ -256,16 +277,45 @@ def test_a_trial_counts_steps_since_a_jump_and_is_not_excused_by_an_odd_one():
     fast, slow = seen_of((20, 20), (0.02, 0.02), 16), seen_of((20, 20), (0.02, 0.04), 16)
     ctx = context(40, 2)
     known = PerfModelPlanner().observe(fast, ctx)
-    assert known.decide(fast.followed_by(slow), even_plan(ctx), ctx).planner.trial.seconds == pytest.approx(
-        0.04, rel=0.05
-    )
-    later = changed((0.06, 0.058))[2].planner.credit
-    ctx, first, _ = changed((0.06, 0.058))
+    trial = known.decide(fast.followed_by(slow), even_plan(ctx), ctx).planner.trial
+    assert trial.seconds == pytest.approx(0.04, rel=0.05)
+    ctx, first, second = changed((0.06, 0.058))
     sizes = first.proposal.plan.local_batch_sizes
     odd = seen_of(sizes, (0.06, 0.058), 16)
     odd.forward[3] *= 10
     assert first.planner.decide(odd, first.proposal.plan, ctx).planner.credit < 0.7
-    assert later < 0.6
+    assert second.planner.credit < 0.6
+
+
+def test_a_round_fades_what_was_known_once_and_a_jump_in_any_of_its_splits_counts():
+    ctx, steady = replace(context(40, 2), elapsed=400), seen_of((20, 20), (0.02, 0.06))
+    known = PerfModelPlanner(credit=0.5).observe(steady, ctx)
+    assert (known.steps, known.observe(steady, replace(ctx, elapsed=None)).steps) == (400, 408)
+    assert known.credit == pytest.approx(1 - 0.5 / np.e)
+    two = seen_of((25, 15), (0.025, 0.045)).followed_by(seen_of((30, 10), (0.03, 0.03)))
+    later, split = known.observe(two, ctx), BatchPlan(40, (30, 10))
+    assert later.times.steps[0].tolist()[:3] == pytest.approx([8 / np.e, 8, 8])
+    assert (later.times.jumped.any(), later.splits) == (False, ((20, 20), (30, 10)))
+    jump = known.observe(seen_of((20, 20), (0.04, 0.06)).followed_by(two.rows(slice(8, None))), ctx)
+    assert (jump.times.jumped.tolist(), jump.splits) == ([True, False], ((30, 10),))
+    for _ in range(40):
+        later = later.observe(two, ctx)
+    assert later.splits == ((20, 20), (30, 10))
+    assert 0.005 < later.error(split, ctx) / later.predict(split, ctx) < 0.01
+
+
+def test_a_trial_waits_for_three_steps_of_its_split():
+    ctx, first, _ = changed((0.03, 0.031))
+    assert first.planner.observe(seen_of((33, 7), (0.03, 0.031)), ctx).trial is None
+    for seen in (seen_of((20, 20), (0.02, 0.06)), seen_of((33, 7), (0.03, 0.031), 2)):
+        assert first.planner.observe(seen, ctx).trial == first.planner.trial
+    new, seen, even = PerfModelPlanner(), seen_of((20, 20), (0.02, 0.06)), even_plan(ctx)
+    assert new.decide(seen.rows(slice(2)), even, ctx).planner.trial is None
+    assert new.decide(seen, even_plan(context(20, 2)), ctx).planner.trial is None
+    window = replace(ctx, accumulation=4)
+    assert new.decide(seen, even, window).planner.trial.seconds == pytest.approx(first.planner.trial.seconds)
+    both = seen_of((30, 10), (0.03, 0.03)).followed_by(seen)
+    assert new.decide(both, even, ctx).planner.trial.seconds == pytest.approx(first.planner.trial.seconds)
 
 
 def test_neither_trial_nor_splits_outlive_their_ranks_or_their_total():
@@ -275,18 +325,44 @@ def test_neither_trial_nor_splits_outlive_their_ranks_or_their_total():
     assert first.planner.observe(seen_of((30, 30), (0.03, 0.09)), replace(ctx, total_batch_size=60)).trial is None
 
 
-def test_a_probe_has_to_pay_and_equal_workers_keep_equal_multiples(seed):
-    ctx, steady = context(4, 2), seen_of((2, 2), (0.07, 0.05))
-    assert PerfModelPlanner().decide(steady, even_plan(ctx), ctx).proposal is not None
-    dear = replace(ctx, change_cost=1e6)
-    assert PerfModelPlanner().decide(steady, even_plan(ctx), dear).proposal is None
+@pytest.mark.parametrize(
+    ("known", "seconds", "noise", "sizes"),
+    [
+        ({}, (0.07, 0.05), 0.01, (1, 3)),
+        ({"min_local": (2, 1)}, (0.07, 0.05), 0.01, None),
+        ({"max_local": (4, 2)}, (0.07, 0.05), 0.01, None),
+        ({"max_local": (4, 2, 4)}, (0.07, 0.05, 0.052), 0.01, (1, 2, 3)),
+        ({"hysteresis": 0.2}, (0.07, 0.05), 0.01, None),
+        ({"change_cost": 1e6}, (0.07, 0.05), 0.01, None),
+        ({}, (0.07, 0.05), 0.3, None),
+        ({}, (0.0505, 0.05), 1e-4, None),
+        ({}, (0.07, 0.066), 1e-4, None),
+    ],
+)
+def test_a_probe_has_to_pay_within_its_bounds(known, seconds, noise, sizes):
+    ctx = context(2 * len(seconds), len(seconds), **known)
+    found = PerfModelPlanner().decide(seen_of((2,) * len(seconds), seconds, noise=noise), even_plan(ctx), ctx)
+    assert (found.proposal and found.proposal.plan.local_batch_sizes, found.planner.trial) == (sizes, None)
+    assert found.soon == (sizes is not None), "what costs time for a sample is undone early"
+
+
+def test_a_change_pays_over_the_steps_that_ran_and_256_at_least():
+    ctx = context(40, 2)
+    for steps, saved in ((0.0, 25.6), (1000.0, 100.0)):
+        pays = [PerfModelPlanner(steps=steps).pays(0.1, 1.0, replace(ctx, change_cost=saved * x)) for x in (0.99, 1.01)]
+        assert pays == [True, False]
+    assert changed((0.03, 0.031))[1].soon
+    small = PerfModelPlanner().decide(
+        seen_of((200, 200), (0.2, 0.206), 64), even_plan(context(400, 2)), context(400, 2)
+    )
+    assert (small.proposal is not None, small.soon) == (True, False)
+
+
+def test_equal_workers_keep_equal_multiples(seed):
     rng, ctx = np.random.default_rng(seed), context(160, 3, multiple=32)
     plan = replace(even_plan(context(159, 3)), total_batch_size=160, local_batch_sizes=(64, 64, 32))
     moved = 0
     for _ in range(20):
-        b = np.tile([64.0, 64.0, 32.0], (8, 1))
-        took = 1e-3 * b * (1 + 0.3 * rng.standard_normal(b.shape)).clip(0.2)
-        step = np.repeat(took.max(axis=1, keepdims=True), 3, axis=1)
-        seen = StepObservations(b, took / 3, 2 * took / 3, 0 * b, 0 * b, 0 * b, step)
+        seen = seen_of(plan.local_batch_sizes, (0.064, 0.064, 0.032), noise=0.3, rng=rng)
         moved += PerfModelPlanner().decide(seen, plan, ctx).proposal is not None
     assert moved <= 4

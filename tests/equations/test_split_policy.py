@@ -154,12 +154,13 @@ def test_one_new_worker_starts_as_its_capacity_promises_and_all_new_ones_start_e
         found = planner.initial(replace(ctx, capacities=(*capacities, capacities[like])))
         assert abs(found.plan.local_batch_sizes[3] - found.plan.local_batch_sizes[like]) <= 1
         assert "rank 3" in found.reason
+    assert "too few" in planner.decide(StepObservations.empty(4), even_plan(ctx), ctx).kept
     blind = planner.initial(replace(ctx, capacities=())).plan.local_batch_sizes
     assert min(blind[:3]) < blind[3] < max(blind[:3])
     unknown = replace(context(192, 3), identities=("x", "y", "z"))
     for one in (planner, PerfModelPlanner()):
         assert one.initial(unknown) is None
-        assert one.predict(even_plan(unknown), unknown) is None
+        assert one.predict(even_plan(unknown), unknown) is one.error(even_plan(unknown), unknown) is None
         assert "too few" in one.decide(StepObservations.empty(3), even_plan(unknown), unknown).kept
 
 
