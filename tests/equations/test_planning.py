@@ -186,6 +186,9 @@ def test_a_round_counts_from_the_last_jump_of_a_speed_and_odd_steps_are_none():
     odd[[3, 12, 14], 0] = 0.5
     assert since_jump(odd) == 0
     assert since_jump(step[9:]) == 0, "too few before it"
+    assert since_jump(np.minimum(step, 0.115)) == 0, "too little"
+    noise = np.random.default_rng(0).standard_normal((20, 24, 2))
+    assert [since_jump(0.1 * (1 + 0.3 * one)) for one in noise] == [0] * 20
 
 
 # what readers and an independent transcription found
@@ -213,6 +216,44 @@ def test_more_samples_in_less_time_or_fewer_in_more_are_a_jump_at_a_new_size():
     jumps = [observed((15.0, b), (0.2, t)).jumped[0] for b, t in ((18.0, 0.07), (12.0, 0.4), (18.0, 0.23), (5.0, 0.1))]
     assert jumps == [True, True, False, False]
     assert observed((60.0, 15.0, 18.0), (0.6, 0.2, 0.07)).parts(np.array([60.0])).sum() == pytest.approx(0.2, rel=0.2)
+
+
+@pytest.mark.parametrize(("long", "factor", "mean"), [(2, 10.0, 1.0), (3, 10.0, 4.375), (2, 1.3, 1.075)])
+def test_rare_steps_that_are_far_longer_do_not_count_and_others_do_but_are_no_jump(long, factor, mean):
+    steady, odd, size = np.full((8, 1), 0.1), np.full((8, 1), 0.1), np.array([10.0])
+    odd[:long] *= factor
+    for before, expected in ((0, mean), (1, (1 + mean) / 2)):
+        times = observed((10.0,) * before, (steady,) * before, steps=8).observe(size, odd / 3, 2 * odd / 3, 0)
+        assert times.parts(size).sum() == pytest.approx(0.1 * expected, rel=0.02)
+        assert not times.jumped.any()
+    often = times.observe(size, odd / 3, 2 * odd / 3, 0).observe(size, odd / 3, 2 * odd / 3, 0)
+    assert often.parts(size).sum() > times.parts(size).sum() * 1.01
+
+
+def test_noise_is_that_of_usual_steps_in_the_newest_hundreds_and_hides_small_changes():
+    rng, size = np.random.default_rng(0), (10.0,) * 20
+    noisy, quiet = (0.1 * (1 + noise * rng.standard_normal((20, 16, 1))).clip(0.1) for noise in (0.25, 0.02))
+    noisy[:, 0] *= 20
+    times = observed(size, noisy)
+    assert times.jitter[0] == pytest.approx(0.25, rel=0.25)
+    assert not times.jumped.any()
+    two = times.observe(np.array([10.0]), np.full((2, 1), 0.03), np.full((2, 1), 0.06), 2)
+    assert two.jitter[0] == times.jitter[0]
+    for sizes, took in (((10.0,) * 60, np.concatenate([noisy, quiet, quiet])), ((10.0, 10.0), (0.1, 0.106))):
+        assert observed(sizes, took).jitter[0] < 0.12
+        assert not observed(sizes, took).jumped.any()
+    assert observed((10.0,) * 4, (0.1, 0.1, 0.1, 0.13)).drifting[0] < 0.9, "one round"
+
+
+def test_the_level_follows_at_a_known_and_at_almost_the_newest_size():
+    runs = {(100.0, 100.0): 1.0, (100.0, 102.0): 1.016, (100.0, 140.0, 100.0): 1.0, (100.0, 140.0): 1.32}
+    levels = [observed(b, (1.0, 1.32)[: len(b) - 1] + (1.06 * last,)).level[0] for b, last in runs.items()]
+    assert min(levels[:3]) > 0.03 > 0.01 > levels[3]
+
+
+def test_a_size_beyond_those_that_are_remembered_begins_anew():
+    times = observed(np.arange(10.0, 21.0), np.arange(10.0, 21.0))
+    assert times.steps[times.size == 20.0].tolist() == [16.0]
 
 
 def test_a_speed_that_drifts_shows_at_almost_the_same_sizes_as_well():
