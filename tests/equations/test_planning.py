@@ -1,6 +1,7 @@
 """The split of least step time on curves of any shape, and what the planner makes of times that are no line."""
 
 import itertools
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +22,7 @@ from tests.equations.clusters import context, drive, even_plan, line_workers
 def test_no_other_whole_split_ends_a_step_earlier(seed):
     rng = np.random.default_rng(seed)
     for _ in range(150):
-        workers, unit = int(rng.integers(1, 4)), int(rng.integers(1, 3))
+        workers, unit = int(rng.choice([1, 2, 3, 16])), int(rng.integers(1, 3))
         low = unit * rng.integers(0, 3, workers).astype(float)
         high = low + unit * rng.integers(0, 8, workers)
         total = unit * int(rng.integers(low.sum() / unit, high.sum() / unit + 1))
@@ -32,10 +33,9 @@ def test_no_other_whole_split_ends_a_step_earlier(seed):
         found = solve(curves, low, high, total, unit)
         assert found.sum() == total
         assert ((found >= low) & (found <= high) & (found % unit == 0)).all()
-        ranges = [range(int(a), int(b) + 1, unit) for a, b in zip(low, high, strict=True)]
-        every = [np.array(split, float) for split in itertools.product(*ranges) if sum(split) == total]
-        best = min(finish_times(curves, split).max() for split in every)
-        assert finish_times(curves, found.astype(float)).max() <= best * (1 + 1e-6)
+        last, grid = finish_times(curves, found.astype(float)).max(), low + unit * np.arange(9)[:, None]
+        earlier = [(b <= high) & (finish_times(curves, b) < last * (1 - 1e-6)) for b in grid]
+        assert not earlier[0].all() or np.where(earlier, grid, 0).max(axis=0).sum() < total
 
 
 def test_a_split_is_found_at_once_where_a_time_hardly_depends_on_the_samples(monkeypatch):
@@ -138,6 +138,7 @@ def test_a_split_that_ran_and_was_faster_is_gone_back_to():
     ctx, first, second = changed((0.09, 0.031))
     assert second.proposal.plan.local_batch_sizes == (20, 20)
     assert second.planner.trial is None
+    assert PerfModelPlanner().loaded(json.loads(json.dumps(first.planner.state_dict()))) == first.planner
     assert second.planner.credit < 0.6
     seen, plan = seen_of((33, 7), (0.09, 0.031)), first.proposal.plan
     for other in ({"max_local": (40, 19)}, {"min_local": (21, 1)}, {"multiple": 8}, {"total_batch_size": 48}):
