@@ -338,7 +338,7 @@ class PerfModelPlanner:
         if most <= context.hysteresis or not self.pays(most, float(finish.max()), context):
             return None
         errors = workers.errors(sizes) * finish
-        if finish[slow] - finish[fast] < max(PROBE * math.hypot(errors[slow], errors[fast]), 0.03 * finish[slow]):
+        if finish[slow] - finish[fast] < PROBE * math.hypot(errors[slow], errors[fast]):
             return None
         moved = sizes.copy()
         moved[[slow, fast]] += [-context.multiple, context.multiple]
