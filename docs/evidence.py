@@ -231,8 +231,8 @@ OWN = {
         contention,
         "python benchmarks/contention.py",
         "Does real contention break it? Three workers with 1.0, 0.5 and 0.3 of a core compute in earnest, on two cores "
-        "that they share. The optimum is the fastest of about ten splits that take turns, chosen by every other turn and "
-        "timed by the rest, so a share above 100 % is luck. A split is only right for the moment in which it was "
+        "that they share. The optimum is the fastest of about ten splits that take turns, chosen by every other turn "
+        "and timed by the rest, so a share above 100 % is luck. A split is only right for the moment in which it was "
         "learned: medians of three rounds. This is a check and no headline.",
         "contention.json",
     ),
