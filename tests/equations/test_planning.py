@@ -314,9 +314,17 @@ def test_a_window_of_micro_batches_waits_for_what_was_measured_of_windows():
 def test_settings_are_checked_and_reach_the_time_model():
     settings = PlannerSettings(jump=1e6)
     assert PerfModelPlanner(settings=settings).times.settings == settings
-    for name in ("still", "moving", "fixed_share", "curvature", "jump", "unseen", "least_gain", "doubt"):
+    least = dict.fromkeys(("still", "moving", "fixed_share", "curvature", "jump"), 0.0)
+    for name, wrong in [*least.items(), ("unseen", -1.0), ("unseen", 1.5), ("least_gain", 1.5), ("doubt", -1.0)]:
         with pytest.raises(ValueError, match=name):
-            PlannerSettings(**{name: -1.0})
+            PlannerSettings(**{name: wrong})
+
+
+def test_times_of_a_checkpoint_that_are_no_times_are_refused_by_name():
+    assert WorkerTimes.from_state_dict({}).names == ()
+    for wrong in ([1.0], [np.nan] * 10):
+        with pytest.raises(ValueError, match="size"):
+            WorkerTimes.from_state_dict({"a": {**observed((10.0,), (0.1,)).state_dict()["a"], "size": wrong}})
 
 
 def test_a_line_model_takes_as_long_as_predicted_at_the_optimum_and_a_jump_is_named():
