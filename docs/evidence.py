@@ -217,8 +217,8 @@ OWN = {
         "long fixed times; *25:1* is two devices, of which one is 25 times as fast. Policies that learn have several "
         "seeds: medians, and in parentheses the worst of them. In LB-BSP, with which the Cannikin paper compares, the "
         "slowest worker hands five samples to the fastest at each decision. Runs have 150 steps, those of 16 workers "
-        "100; LB-BSP has 200 and 100. C and the equal devices were run earlier, on an Intel Xeon and with the time model "
-        "before the present one.",
+        "100; LB-BSP has 200 and 100. C and the equal devices were run earlier, on an Intel Xeon and with the former "
+        "time model.",
         "balance.json",
     ),
     "Predicted step times": (
