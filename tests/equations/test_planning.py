@@ -10,6 +10,7 @@ import pytest
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.planning import split
+from lightning_hetero.core.planning.link_times import LinkTimes
 from lightning_hetero.core.planning.planner import PerfModelPlanner, Trial
 from lightning_hetero.core.planning.settings import PlannerSettings
 from lightning_hetero.core.planning.split import finish_times, solve
@@ -262,6 +263,15 @@ def test_the_level_follows_at_a_known_and_at_almost_the_newest_size():
     runs = {(100.0, 100.0): 1.0, (100.0, 102.0): 1.016, (100.0, 140.0, 100.0): 1.0, (100.0, 140.0): 1.32}
     levels = [observed(b, (1.0, 1.32)[: len(b) - 1] + (1.06 * last,)).level[0] for b, last in runs.items()]
     assert min(levels[:3]) > 0.03 > 0.01 > levels[3]
+
+
+def test_a_new_worker_beside_a_known_one_has_no_level_and_waiting_is_not_the_links_time():
+    both = observed((10.0,), (0.1,)).select(("a", "b")).observe(np.full(2, 10.0), np.ones((8, 2)), np.ones((8, 2)), 8)
+    assert both.level[1] == 0
+    first, last, sync = np.array([[1.2, 1.0], [1.0, 1.0]]), np.array([[1.0, 1.5], [1.0, 1.0]]), np.ones((2, 2))
+    sync[1] = 0.2  # in the first step, both workers wait, one with its first bucket and the other with its last
+    seen = StepObservations(np.ones((2, 2)), first, last, 0.2 * last, sync, sync, sync)
+    assert LinkTimes().observe(seen).at(2)[1] == 0.2
 
 
 def test_a_size_beyond_those_that_are_remembered_begins_anew():
