@@ -10,7 +10,6 @@ import pytest
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.planning import split
-from lightning_hetero.core.planning.link_times import LinkTimes
 from lightning_hetero.core.planning.planner import PerfModelPlanner, Trial
 from lightning_hetero.core.planning.settings import PlannerSettings
 from lightning_hetero.core.planning.split import finish_times, solve
@@ -271,7 +270,9 @@ def test_a_new_worker_beside_a_known_one_has_no_level_and_waiting_is_not_the_lin
     first, last, sync = np.array([[1.2, 1.0], [1.0, 1.0]]), np.array([[1.0, 1.5], [1.0, 1.0]]), np.ones((2, 2))
     sync[1] = 0.2  # in the first step, both workers wait, one with its first bucket and the other with its last
     seen = StepObservations(np.ones((2, 2)), first, last, 0.2 * last, sync, sync, sync)
-    assert LinkTimes().observe(seen).at(2)[1] == 0.2
+    for accumulation, t_o in ((1, 0.2), (3, 0.6)):  # after three micro-batches, the second worker is last in both
+        planner = PerfModelPlanner().observe(seen, context(2, 2, accumulation=accumulation))
+        assert planner.link.at(2)[1] == pytest.approx(t_o)
 
 
 def test_a_size_beyond_those_that_are_remembered_begins_anew():
