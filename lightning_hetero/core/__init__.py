@@ -52,7 +52,6 @@ if TYPE_CHECKING:  # the names of _EXPORTS, for type checkers
     from lightning_hetero.core.noise.running import RunningNoiseScale as RunningNoiseScale
     from lightning_hetero.core.observations import StepObservations as StepObservations
     from lightning_hetero.core.planning.planner import PerfModelPlanner as PerfModelPlanner
-    from lightning_hetero.core.planning.settings import PlannerSettings as PlannerSettings
     from lightning_hetero.core.planning.worker_times import WorkerTimes as WorkerTimes
     from lightning_hetero.core.policies.base import Decision as Decision
     from lightning_hetero.core.policies.base import PlanContext as PlanContext
@@ -110,7 +109,6 @@ _EXPORTS = {
     "RunningNoiseScale": "lightning_hetero.core.noise.running",
     "StepObservations": "lightning_hetero.core.observations",
     "PerfModelPlanner": "lightning_hetero.core.planning.planner",
-    "PlannerSettings": "lightning_hetero.core.planning.settings",
     "WorkerTimes": "lightning_hetero.core.planning.worker_times",
     "Decision": "lightning_hetero.core.policies.base",
     "PlanContext": "lightning_hetero.core.policies.base",

@@ -11,7 +11,6 @@ from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.planning import split
 from lightning_hetero.core.planning.planner import PerfModelPlanner, Trial
-from lightning_hetero.core.planning.settings import PlannerSettings
 from lightning_hetero.core.planning.split import finish_times, solve
 from lightning_hetero.core.planning.worker_times import WorkerTimes, since_jump
 from lightning_hetero.core.policies.base import PlanContext
@@ -29,7 +28,8 @@ def test_no_other_whole_split_ends_a_step_earlier(seed):
         at = np.sort(rng.uniform(1, 20, (workers, 4)), axis=1)
         at[:, 0] = 0
         flat = rng.random((workers, 4)) < 0.2
-        curves = [(at.T, np.cumsum(rng.random((workers, 4)) * ~flat, axis=1).T + 0.01) for _ in range(2)]
+        ends = [np.cumsum(rng.random((workers, 4)) * ~flat, axis=1).T + 0.01 for _ in range(2)]
+        curves = np.tile(at.T, 2), np.concatenate(ends, axis=1)
         found = solve(curves, low, high, total, unit)
         assert found.sum() == total
         assert ((found >= low) & (found <= high) & (found % unit == 0)).all()
@@ -43,15 +43,14 @@ def test_a_split_is_found_at_once_where_a_time_hardly_depends_on_the_samples(mon
     calls, workers = [], 16
     monkeypatch.setattr(split, "finish_times", lambda *given: calls.append(0) or finish_times(*given))
     curve = np.tile([[0.0], [4e4]], workers), np.tile([[0.02], [0.02 + 1e-10]], workers)
-    found = solve([curve], np.ones(workers), np.full(workers, 3e4), 30_000)
+    found = solve(curve, np.ones(workers), np.full(workers, 3e4), 30_000)
     assert found.sum() == 30_000
     assert np.ptp(found) <= 1
     assert len(calls) < 3 * workers
     calls.clear()
     at, seconds = np.tile([[0.0], [1500.0], [1e5]], 2), np.array([[0.004, 0.001], [0.018, 0.01], [0.018, 0.8]])
-    found = solve(
-        [(at, seconds)], np.ones(2), np.array([1e5, 1500.0]), 50_000
-    )  # the first one takes any number in 18 ms
+    # the first one takes any number in 18 ms
+    found = solve((at, seconds), np.ones(2), np.array([1e5, 1500.0]), 50_000)
     assert (found.sum(), len(calls) < 10) == (50_000, True)
 
 
@@ -138,18 +137,14 @@ def test_a_change_that_gained_nothing_makes_the_next_promise_count_less():
         assert (decision.proposal is not None) == moves
 
 
-def test_a_split_that_ran_and_was_faster_is_gone_back_to():
+def test_a_change_that_lost_is_undone_by_what_was_measured():
     """A step in the time of the faster worker beyond 20 samples: 33/7 takes half as long again as 20/20 did."""
-    ctx, first, second = changed((0.09, 0.031))
-    assert second.proposal.plan.local_batch_sizes == (20, 20)
-    assert second.planner.trial is None
-    assert PerfModelPlanner().loaded(json.loads(json.dumps(first.planner.state_dict()))) == first.planner
+    _, first, second = changed((0.09, 0.031))
+    assert 20 <= second.proposal.plan.local_batch_sizes[0] <= 26
     assert second.planner.credit < 0.6
-    seen, plan = seen_of((33, 7), (0.09, 0.031)), first.proposal.plan
-    for other in ({"max_local": (40, 19)}, {"min_local": (21, 1)}, {"multiple": 8}, {"total_batch_size": 48}):
-        ctx = replace(context(40, 2), **other)
-        proposal = first.planner.decide(seen, plan, ctx).proposal
-        assert proposal is None or proposal.plan.local_batch_sizes != (20, 20)
+    for planner in (first.planner, second.planner):  # speeds may be others when a run goes on: a trial is not kept
+        after = PerfModelPlanner().loaded(json.loads(json.dumps(planner.state_dict())))
+        assert after == replace(planner, trial=None, ranks=())
 
 
 @pytest.mark.parametrize(("speeds", "each"), [((4, 2, 1), 2), ((2, 1), 4), ((1.5, 1.5, 1, 1), 4)])
@@ -164,7 +159,7 @@ def test_workers_with_few_samples_and_much_fixed_time_are_balanced(speeds, each)
 
 
 def test_a_gain_that_may_be_luck_is_looked_at_again_soon_while_the_run_is_young():
-    ctx, seen = context(6, 3), seen_of((2, 2, 2), (0.0077, 0.0085, 0.0105), 3, 0.05, 1)
+    ctx, seen = context(6, 3), seen_of((2, 2, 2), (0.0074, 0.0082, 0.0106), 3, 0.08, 2)
     young, old = (replace(PerfModelPlanner(), steps=n).decide(seen, even_plan(ctx), ctx) for n in (0.0, 200.0))
     assert (young.proposal, young.soon) == (None, True)
     assert (old.proposal, old.soon) == (None, False)
@@ -231,7 +226,7 @@ def test_more_samples_in_less_time_or_fewer_in_more_are_a_jump_at_a_new_size():
     assert observed((60.0, 15.0, 18.0), (0.6, 0.2, 0.07)).parts(np.array([60.0])).sum() == pytest.approx(0.2, rel=0.2)
 
 
-@pytest.mark.parametrize(("long", "factor", "mean"), [(2, 10.0, 1.0), (3, 10.0, 4.375), (2, 1.3, 1.075)])
+@pytest.mark.parametrize(("long", "factor", "mean"), [(2, 10.0, 1.0), (2, 1.3, 1.075)])
 def test_rare_steps_that_are_far_longer_do_not_count_and_others_do_but_are_no_jump(long, factor, mean):
     steady, odd, size = np.full((8, 1), 0.1), np.full((8, 1), 0.1), np.array([10.0])
     odd[:long] *= factor
@@ -241,6 +236,8 @@ def test_rare_steps_that_are_far_longer_do_not_count_and_others_do_but_are_no_ju
         assert not times.jumped.any()
     often = times.observe(size, odd / 3, 2 * odd / 3, 0).observe(size, odd / 3, 2 * odd / 3, 0)
     assert often.parts(size).sum() > times.parts(size).sum() * 1.01
+    odd[:3] *= 10  # three of eight are the pace
+    assert observed((10.0,), (odd,), steps=8).parts(size).sum() == pytest.approx(odd.mean(), rel=0.02)
 
 
 def test_noise_is_that_of_usual_steps_in_the_newest_hundreds_and_hides_small_changes():
@@ -258,10 +255,10 @@ def test_noise_is_that_of_usual_steps_in_the_newest_hundreds_and_hides_small_cha
     assert observed((10.0,) * 4, (0.1, 0.1, 0.1, 0.13)).drifting[0] < 0.9, "one round"
 
 
-def test_the_level_follows_at_a_known_and_at_almost_the_newest_size():
-    runs = {(100.0, 100.0): 1.0, (100.0, 102.0): 1.016, (100.0, 140.0, 100.0): 1.0, (100.0, 140.0): 1.32}
-    levels = [observed(b, (1.0, 1.32)[: len(b) - 1] + (1.06 * last,)).level[0] for b, last in runs.items()]
-    assert min(levels[:3]) > 0.03 > 0.01 > levels[3]
+def test_the_level_follows_the_newest_round_at_a_known_size_and_at_a_new_one():
+    for sizes in ((100.0, 100.0), (100.0, 102.0), (100.0, 140.0, 100.0)):
+        usual = [1.0 if b == 100.0 else 0.2 + 0.008 * b for b in sizes]
+        assert observed(sizes, (*usual[:-1], 1.06 * usual[-1])).level[0] > 0.03
 
 
 def test_a_new_worker_beside_a_known_one_has_no_level_and_waiting_is_not_the_links_time():
@@ -280,21 +277,18 @@ def test_a_size_beyond_those_that_are_remembered_begins_anew():
     assert times.steps[times.size == 20.0].tolist() == [16.0]
 
 
-def test_a_speed_that_drifts_shows_at_almost_the_same_sizes_as_well():
+def test_a_speed_that_drifts_shows_whatever_the_sizes_and_a_steady_one_does_not():
     rng, rounds = np.random.default_rng(0), np.arange(32.0)
-    walk = np.exp(np.cumsum(0.02 * rng.standard_normal(32)))[:, None, None] * (
-        1 + 0.03 * rng.standard_normal((32, 8, 1))
-    )
-    near, far = (
-        observed(b, 1e-3 * walk * b[:, None, None], steps=8) for b in (100 + rounds % 3, 100 + 20 * (rounds % 3))
-    )
-    assert near.drifting[0] > 0.9 > 0.5 > far.drifting[0]
-    assert near.parts(np.array([100.0])).sum() == pytest.approx(0.1 * walk[-1].mean(), rel=0.003)
+    walk = np.exp(np.cumsum(0.02 * rng.standard_normal(32)))[:, None, None]
+    noise = 1 + 0.03 * rng.standard_normal((32, 8, 1))
+    near, far = 100 + rounds % 3, 100 + 20 * (rounds % 3)
+    drifts = [observed(b, 1e-3 * walk * noise * b[:, None, None], steps=8) for b in (near, far)]
+    steady = [observed(b, 1e-3 * noise * b[:, None, None], steps=8) for b in (near, far)]
+    assert min(one.drifting[0] for one in drifts) > 0.9 > 0.2 > max(one.drifting[0] for one in steady)
+    assert drifts[0].parts(np.array([100.0])).sum() == pytest.approx(0.1 * (walk * noise)[-1].mean(), rel=0.01)
     one = PlanContext(40, ("a",), (1,))
-    decisions = [
-        PerfModelPlanner(times).decide(StepObservations.empty(1), even_plan(one), one) for times in (near, far)
-    ]
-    assert [decision.moving for decision in decisions] == [True, False]
+    for times, moving in ((drifts[0], True), (steady[0], False)):
+        assert PerfModelPlanner(times).decide(StepObservations.empty(1), even_plan(one), one).moving == moving
 
 
 def test_a_worker_that_takes_no_time_at_all_leaves_the_others_predictable():
@@ -320,15 +314,6 @@ def test_a_window_of_micro_batches_waits_for_what_was_measured_of_windows():
     ctx, seen = context(160, 8, accumulation=16), seen_of((20,) * 8, (0.02,) * 8, 200, 0.05)
     planner = replace(PerfModelPlanner().observe(seen, ctx), excess=0.0)
     assert planner.predict(even_plan(ctx), ctx) == pytest.approx(16 * seen.step_time.mean(), rel=0.01)
-
-
-def test_settings_are_checked_and_reach_the_time_model():
-    settings = PlannerSettings(jump=1e6)
-    assert PerfModelPlanner(settings=settings).times.settings == settings
-    least = dict.fromkeys(("still", "moving", "fixed_share", "curvature", "jump"), 0.0)
-    for name, wrong in [*least.items(), ("unseen", -1.0), ("unseen", 1.5), ("least_gain", 1.5), ("doubt", -1.0)]:
-        with pytest.raises(ValueError, match=name):
-            PlannerSettings(**{name: wrong})
 
 
 def test_times_of_a_checkpoint_that_are_no_times_are_refused_by_name():
@@ -370,12 +355,11 @@ def test_a_round_fades_what_was_known_once_and_a_jump_in_any_of_its_splits_count
     two = seen_of((25, 15), (0.025, 0.045)).followed_by(seen_of((30, 10), (0.03, 0.03)))
     later, split = known.observe(two, ctx), BatchPlan(40, (30, 10))
     assert later.times.steps[0].tolist()[:3] == pytest.approx([8 / np.e, 8, 8])
-    assert (later.times.jumped.any(), later.splits) == (False, ((20, 20), (30, 10)))
+    assert not later.times.jumped.any()
     jump = known.observe(seen_of((20, 20), (0.04, 0.06)).followed_by(two.rows(slice(8, None))), ctx)
-    assert (jump.times.jumped.tolist(), jump.splits) == ([True, False], ((30, 10),))
+    assert jump.times.jumped.tolist() == [True, False]
     for _ in range(40):
         later = later.observe(two, ctx)
-    assert later.splits == ((20, 20), (30, 10))
     assert 0.005 < later.error(split, ctx) / later.predict(split, ctx) < 0.01
 
 
@@ -389,14 +373,13 @@ def test_a_trial_waits_for_three_steps_of_its_split():
     other = new.decide(seen_of((10, 10), (0.01, 0.03)), even_plan(context(20, 2)), ctx)
     for decision in (few, other):
         assert (decision.proposal is not None, decision.planner.trial) == (True, None)
-    assert replace(new, splits=((33, 7),), ranks=ctx.identities).decide(seen, even, ctx).planner.trial is None
     window = replace(ctx, accumulation=4)
     assert new.decide(seen, even, window).planner.trial.seconds == pytest.approx(first.planner.trial.seconds)
     both = seen_of((30, 10), (0.03, 0.03)).followed_by(seen)
     assert new.decide(both, even, ctx).planner.trial.seconds == pytest.approx(first.planner.trial.seconds)
 
 
-def test_neither_trial_nor_splits_outlive_their_ranks_or_their_total():
+def test_no_trial_outlives_its_ranks_or_its_total():
     ctx, first, _ = changed((0.03, 0.031))
     other = replace(ctx, identities=("host-0", "host-9"))
     assert first.planner.observe(seen_of((20, 20), (0.02, 0.06)), other).trial is None

@@ -16,7 +16,6 @@ from lightning_hetero.core.link.message_size import MessageSize
 from lightning_hetero.core.link.staleness import StaleSettings
 from lightning_hetero.core.noise.running import RunningNoiseScale
 from lightning_hetero.core.observations import StepObservations
-from lightning_hetero.core.planning.settings import PlannerSettings
 from lightning_hetero.core.policies import DEFAULT, NAMED, POLICIES, policy_name, same_policy
 from lightning_hetero.core.policies.base import (
     Decision,
@@ -89,7 +88,6 @@ def test_each_policy_makes_its_planner_and_is_known_by_its_name():
 OUT_OF_RANGE = [
     (ControlSettings, {"min_steps": 2.5, "min_throughput_change": 1.1, "gain_growth": 0.9, "min_gain": 1.1}),
     (ControlSettings, {"gain_after_reversal": 0.0, "bound_lifetime_growth": 0, "finishing_dead_band": 1.1}),
-    (PlannerSettings, {"still": 0.0, "moving": -1.0, "unseen": 1.1, "least_gain": -0.1, "doubt": -1.0}),
     (SmoothingSettings, {"noise_steps": 0, "longest_mean_steps": 0, "outlier_ratio": 0}),
     (StaleSettings, {}),
 ]

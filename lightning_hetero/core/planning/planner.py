@@ -15,30 +15,26 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lightning_hetero.core.batching.finish_lines import check_bounds
 from lightning_hetero.core.batching.optperf import solve_optperf
 from lightning_hetero.core.batching.plan import BatchPlan, split_text
 from lightning_hetero.core.checkpoint_state import check_checksums, with_checksums
 from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.observations import StepObservations
+from lightning_hetero.core.planning.forecast import Forecast, Split, step_ends
 from lightning_hetero.core.planning.link_times import LinkTimes
-from lightning_hetero.core.planning.settings import DEFAULTS, PlannerSettings
-from lightning_hetero.core.planning.split import Curve, finish_times, solve
 from lightning_hetero.core.planning.worker_times import WorkerTimes, since_jump
 from lightning_hetero.core.policies.base import Decision, PlanContext, Proposal
-from lightning_hetero.core.timing.expected_maximum import expected_maximum
-from lightning_hetero.core.timing.step_time import ClusterTimeModel, NodeModels
+from lightning_hetero.core.timing.step_time import ClusterTimeModel
 from lightning_hetero.core.timing.winsorized_mean import winsorize_top, winsorized_mean
 
 Array = npt.NDArray[np.float64]
-Split = tuple[int, ...]
 
-SPLITS = 8
-"""Splits that are remembered as measured."""
 RECOVERY = 400.0
 """Steps after which doubts about predicted gains have faded to ``1 / e``."""
 LEAST_CREDIT = 0.1
 """Share of a predicted gain that counts at least."""
+LEAST_GAIN = 0.004
+"""Least gain for which the split changes, as a share of a step."""
 PROBE = 4.0
 """Standard errors by which the slowest worker has to differ from the fastest for a probe."""
 UNEQUAL = 0.5
@@ -84,12 +80,10 @@ class PerfModelPlanner:
         times: of each piece of hardware.
         link: of the all-reduce, by the number of workers.
         steps: steps of this run and of those that it continues.
-        splits: splits that ran since a speed last jumped, newest last.
         trial: newest change of the split, until it is judged.
         credit: share of a predicted gain that counts, 0 to 1, by what earlier changes gained.
         excess: logarithm of the measured over the predicted step time.
-        ranks: hardware of the ranks that ran the splits.
-        settings: of model and rule.
+        ranks: hardware of the ranks that the trial is about.
 
     Example:
         >>> context = PlanContext(40, ("a", "b"), (1, 1))
@@ -105,16 +99,10 @@ class PerfModelPlanner:
     times: WorkerTimes = field(default_factory=lambda: WorkerTimes.of(()))
     link: LinkTimes = LinkTimes()
     steps: float = 0.0
-    splits: tuple[Split, ...] = ()
     trial: Trial | None = None
     credit: float = 1.0
     excess: float = 0.0
     ranks: tuple[str, ...] = ()
-    settings: PlannerSettings = DEFAULTS
-
-    def __post_init__(self) -> None:
-        if self.times.settings != self.settings:
-            object.__setattr__(self, "times", replace(self.times, settings=self.settings))
 
     # predictions
 
@@ -122,68 +110,51 @@ class PerfModelPlanner:
         """Return whether any current worker was observed; the others' times are taken from the one most like them."""
         return not set(self.times.names).isdisjoint(context.identities)
 
-    def _workers(self, context: PlanContext) -> WorkerTimes:
-        return self.times.select(context.identities).guessed(context.capacities)
-
-    def _ends(self, a: Array, p: Array, context: PlanContext) -> tuple[Array, Array]:
-        """Return when steps end with computing and with the all-reduce as the bottleneck (C eq. 7), by ``a`` and ``P``.
-
-        Of the ``n`` micro-batches of a window the last is synchronized; the others count as time before it.
-        """
-        n, (gamma, t_o, t_u) = context.accumulation, self.link.at(len(context.identities))
-        return n * (a + p) + t_u, n * a + (n - 1 + gamma) * p + t_o + t_u
-
-    def _curves(self, workers: WorkerTimes, context: PlanContext) -> list[Curve]:
-        at, (a, p) = workers.curves
-        return [(at, ends) for ends in self._ends(a, p, context)]
-
-    def _best(self, context: PlanContext) -> Split:
-        curves = self._curves(self._workers(context), context)
-        return tuple(solve(curves, *_bounds(context), context.total_batch_size, context.multiple).tolist())
+    def forecast(self, context: PlanContext) -> Forecast:
+        """Return the step times of the current workers, of which one at least was observed."""
+        workers = self.times.select(context.identities).guessed(context.capacities)
+        return Forecast(workers, self.link.at(len(context.identities)), context)
 
     def predict(self, plan: BatchPlan, context: PlanContext) -> float | None:
         """Predict the seconds of a step (of a window, under accumulation), which waits for the slowest worker in it."""
-        if not self.knows(context):
-            return None
-        workers, sizes = self._workers(context), _run(plan.local_batch_sizes, context)
-        single = workers.parts(sizes).sum(axis=1) * workers.jitter * context.accumulation
-        return expected_maximum(finish_times(self._curves(workers, context), sizes), single)[0] * math.exp(self.excess)
+        return self._timed(plan.local_batch_sizes, self.forecast(context))[0] if self.knows(context) else None
 
     def error(self, plan: BatchPlan, context: PlanContext) -> float | None:
         """Return the standard error in seconds of :meth:`predict`."""
-        if (predicted := self.predict(plan, context)) is None:
-            return None
-        errors = self._workers(context).errors(_run(plan.local_batch_sizes, context))
-        return predicted * math.hypot(OFF, 1.25 * float(errors.max()))  # of several, the largest is a little more
+        return self._timed(plan.local_batch_sizes, self.forecast(context))[1] if self.knows(context) else None
+
+    def _timed(self, split: Sequence[int], forecast: Forecast) -> tuple[float, float]:
+        """Return the predicted seconds of a step, and their standard error."""
+        sizes = forecast.sizes(split)
+        seconds = forecast.seconds(sizes) * math.exp(self.excess)
+        return seconds, seconds * math.hypot(OFF, forecast.error(sizes))
 
     def cluster(self, context: PlanContext) -> ClusterTimeModel | None:
         """Return the time model of the current ranks as lines (C eq. 7), ``None`` if all of them are unknown.
 
         They meet the times at the optimal split, and include the time by which steps exceed the model.
         """
-        if not self.knows(context):
-            return None
-        plan = BatchPlan(context.total_batch_size, self._best(context))
-        sizes = np.array(plan.local_batch_sizes, dtype=float)
-        nodes, link = NodeModels(self._workers(context).lines(sizes)), self.link.at(len(context.identities))
-        model = ClusterTimeModel(nodes, *link).accumulated(context.accumulation)
-        return model.slowed((self.predict(plan, context) or 0.0) / max(model.step_time(sizes), 1e-12) - 1.0, 0.0)
+        return self._lines(self.forecast(context)) if self.knows(context) else None
+
+    def _lines(self, forecast: Forecast) -> ClusterTimeModel:
+        sizes = forecast.sizes(forecast.best)
+        lines = forecast.lines(sizes)
+        return lines.slowed(self._timed(forecast.best, forecast)[0] / lines.step_time(sizes) - 1.0, 0.0)
 
     def optimum(self, context: PlanContext) -> BatchPlan:
         """Return the split of least step time, for workers of which one at least was observed."""
-        return self._planned(self._best(context), context)
+        forecast = self.forecast(context)
+        return self._planned(forecast.best, forecast)
 
-    def _planned(self, split: Split, context: PlanContext) -> BatchPlan:
+    def _planned(self, split: Split, forecast: Forecast) -> BatchPlan:
         """Return the plan of a split with its time, and the ranks that slow it down by their minimum alone."""
-        plan = BatchPlan(context.total_batch_size, split)
-        plan = replace(plan, step_time=self.predict(plan, context), step_time_error=self.error(plan, context))
-        finish = finish_times(self._curves(self._workers(context), context), _run(split, context))
-        slow = int(finish.argmax())
-        lines = self.cluster(context) if split[slow] <= _bounds(context)[0][slow] else None
-        if lines is None:
+        context, (seconds, error) = forecast.context, self._timed(split, forecast)
+        plan = BatchPlan(context.total_batch_size, split, step_time=seconds, step_time_error=error)
+        slow = int(forecast.finish(forecast.sizes(split)).argmax())
+        if split[slow] > forecast.bounds[0][slow]:
             return plan
         bounds: dict[str, Any] = {name: getattr(context, name) for name in ("min_local", "max_local", "multiple")}
-        found = solve_optperf(lines, context.total_batch_size, **bounds)
+        found = solve_optperf(self._lines(forecast), context.total_batch_size, **bounds)
         return replace(plan, leave_out=found.leave_out, step_time_without=found.step_time_without)
 
     # learning
@@ -192,35 +163,35 @@ class PerfModelPlanner:
         """Return the planner that has seen the observations."""
         if seen.num_steps == 0:
             return self
+        seen = _since_jump(seen)
+        planner = self._learned(seen, context)
+        return planner._judged(seen, planner.forecast(context))
+
+    def _learned(self, seen: StepObservations, context: PlanContext) -> "PerfModelPlanner":
         elapsed = float(max(context.elapsed or 0, seen.num_steps))
-        link, seen = self.link.observe(seen, context.accumulation), _since_jump(seen)
-        splits = seen.splits()
         workers = self.times.select(context.identities)
         jumped, since = np.zeros(len(context.identities), dtype=bool), elapsed
-        for sizes, own in splits:
+        for sizes, own in seen.splits():
             workers = workers.observe(np.maximum(sizes, 1.0), seen.outside_backward[own], seen.backward[own], since)
             jumped, since = jumped | workers.jumped, 0.0
         planner = replace(
             self,
             times=self.times.merge(replace(workers, jumped=jumped)),
-            link=link,
+            link=self.link.observe(seen, context.accumulation),
             ranks=context.identities,
             steps=self.steps + elapsed,
             credit=self.credit + (1.0 - self.credit) * (1.0 - math.exp(-elapsed / RECOVERY)),
         )
-        if jumped.any() or self.ranks != context.identities:
-            planner = replace(planner, splits=(), trial=None)
-        return planner._judge(seen.rows(slice(splits[-1][1].start, None)), context)
+        return replace(planner, trial=None) if jumped.any() or self.ranks != context.identities else planner
 
-    def _judge(self, seen: StepObservations, context: PlanContext) -> "PerfModelPlanner":
+    def _judged(self, seen: StepObservations, forecast: Forecast) -> "PerfModelPlanner":
         """Return the planner that has compared the newest steps with their prediction, and with those of a trial."""
+        seen = seen.rows(slice(seen.splits()[-1][1].start, None))
         split = tuple(seen.local_batch_sizes[-1].astype(int).tolist())
-        seconds, error = self._measured(seen, context)
+        planner = self
         took = seen.step_time[np.isfinite(seen.step_time).all(axis=1)].max(axis=1)
-        planner = replace(self, splits=(*(one for one in self.splits if one != split), split)[-SPLITS:])
         if len(took):
-            expected = self.predict(BatchPlan(sum(split), split), context) or 1.0
-            off = math.log(max(winsorized_mean(took), 1e-9) / expected)
+            off = math.log(max(winsorized_mean(took), 1e-9) / forecast.seconds(forecast.sizes(split))) - self.excess
             if off + self.excess > LEAST_EXCESS:  # what is far shorter than its slowest worker is no step
                 planner = replace(planner, excess=min(self.excess + EXCESS_GAIN * off, MOST_EXCESS))
         trial = self.trial
@@ -228,16 +199,16 @@ class PerfModelPlanner:
             return replace(planner, trial=None)
         if trial is None or trial.split != split or seen.num_steps < 3:
             return planner
+        seconds, error = self._measured(seen)
         gained = 1.0 - seconds / trial.seconds + 2.0 * math.hypot(error, trial.error) / trial.seconds
-        drifting = float(self.times.select(context.identities).drifting.mean())
+        drifting = float(forecast.workers.drifting.mean())
         kept = min(max(gained / trial.gain, -1.0), 1.0) * (1.0 - drifting) + drifting
         return replace(planner, trial=None, credit=max(0.5 * (self.credit + kept), LEAST_CREDIT))
 
-    def _measured(self, seen: StepObservations, context: PlanContext) -> tuple[float, float]:
+    def _measured(self, seen: StepObservations) -> tuple[float, float]:
         """Return the mean seconds of a micro-batch of its slowest worker, and their error."""
-        one = replace(context, accumulation=1)  # so that it can be compared when the number of micro-batches changes
-        took = np.maximum(*self._ends(seen.outside_backward, seen.backward, one)).max(axis=1)
-        took = winsorize_top(took[:, None])  # odd steps must not excuse a split that gains nothing
+        ends = step_ends(seen.outside_backward, seen.backward, self.link.at(seen.forward.shape[1]))
+        took = winsorize_top(np.maximum(*ends).max(axis=1))  # odd steps must not excuse a split that gains nothing
         return float(took.mean()), float(took.std()) / len(took) ** 0.5
 
     # decisions
@@ -246,67 +217,56 @@ class PerfModelPlanner:
         """Propose the optimum by what an earlier run learned of this hardware; equal sizes if all of it is new."""
         if not self.knows(context):
             return None
-        plan = self.optimum(context)
         new = [str(rank) for rank, name in enumerate(context.identities) if name not in self.times.names]
         by = "peak FLOP/s" if context.capacities else "what the others take"
         more = f"; rank {_few(new)} is new and starts by {by}" if new else ""
-        return Proposal(plan, f"from the time models of an earlier run{more}")
+        return Proposal(self.optimum(context), f"from the time models of an earlier run{more}")
 
     def decide(self, observations: StepObservations, current: BatchPlan, context: PlanContext) -> Decision:
         """Learn from the observations; propose another split if it is believed to gain more than it costs."""
-        planner = self.observe(observations, context)
+        seen = _since_jump(observations)
+        planner = self._learned(seen, context) if seen.num_steps else self
         if not set(context.identities) <= set(planner.times.names):
             return Decision(planner, kept="too few observations: not every worker's time is known")
-        decision = planner._decide(observations, current, context, first=not self.knows(context))
-        moving = float(planner.times.select(context.identities).drifting.mean()) > 0.5
-        return replace(decision, error=planner.error(current, context), moving=moving)
+        forecast = planner.forecast(context)
+        planner = planner._judged(seen, forecast) if seen.num_steps else planner
+        decision = planner._decide(seen, current, forecast, first=not self.knows(context))
+        moving = float(forecast.workers.drifting.mean()) > 0.5
+        return replace(decision, error=planner._timed(current.local_batch_sizes, forecast)[1], moving=moving)
 
-    def _decide(self, seen: StepObservations, current: BatchPlan, context: PlanContext, *, first: bool) -> Decision:
-        workers, (low, high) = self._workers(context), _bounds(context)
-        total, running = context.total_batch_size, _run(current.local_batch_sizes, context)
-        scaled = running * (total / current.total_batch_size)
-        curves = self._curves(workers, context)
-        now = float(finish_times(curves, scaled).max())
-
-        def gain(split: Sequence[int]) -> float:
-            return 1.0 - float(finish_times(curves, _run(split, context)).max()) / now
-
-        best = self._best(context)
-        least = max(self.settings.least_gain, self._chance(workers, scaled, context.multiple))
-        # splits that ran count in full, another one by what such predictions were worth
-        here = current.local_batch_sizes
-        ran = [one for one in self.splits if one != here and len(one) == len(here) and sum(one) == total]
-        ran = [one for one in ran if ((low <= one) & (one <= high) & (np.mod(one, context.multiple) == 0)).all()]
-        offers = [(gain(split), split, False) for split in ran]
-        if best not in ran:
-            offers.append((self.credit * gain(best), best, True))
-        worth, split, new = max(offers)
-        shown = split_text(split, by_cost=current.cost is not None, most=3)
-        other = f"{shown} would take {max(gain(split), 0.0):.1%} less"
-        if worth > least:
+    def _decide(self, seen: StepObservations, current: BatchPlan, forecast: Forecast, *, first: bool) -> Decision:
+        context, here, best = forecast.context, current.local_batch_sizes, forecast.best
+        running, planned = forecast.sizes(here), forecast.sizes(best)
+        scaled = running * (context.total_batch_size / current.total_batch_size)
+        step = forecast.seconds(scaled)
+        gain = 1.0 - forecast.seconds(planned) / step
+        apart = 1.0 - float(forecast.finish(planned).max() / forecast.finish(scaled).max())  # of mean times
+        worth, chance = self.credit * gain, self._chance(forecast, scaled)
+        other = f"{split_text(best, by_cost=current.cost is not None, most=3)} would take {max(gain, 0.0):.1%} less"
+        if self.credit * apart > chance and worth > LEAST_GAIN:
             if worth < context.hysteresis:
                 return Decision(self, kept=f"the predicted gain is below hysteresis={context.hysteresis:g}: {other}")
-            if not self.pays(worth, now, context):
-                return Decision(self, kept=_costs_too_much(other, now))
-            why = self._why(workers, first=first) if new else "a split that ran before is faster"
-        elif best != here:
-            few = f"too little is known of the workers: {other}, and {least:.1%} may be luck"
-            return Decision(self, kept=few, soon=gain(best) > SOON and self.steps < YOUNG)
-        elif (probe := self._probe(workers, curves, running, low, high, context)) is not None:
-            split, new, why = probe, False, "a sample moves from the slowest to the fastest, to learn what it costs"
-        else:
-            return Decision(self, kept=_why_optimal(current, context))
-        promised, trial = gain(split), None
-        seen = _since_jump(seen)
-        rows = (seen.local_batch_sizes == running).all(axis=1)
-        if new and rows.sum() >= 3 and current.total_batch_size == total:
-            trial = Trial(*self._measured(seen.rows(rows), context), promised, split)
-        plan, before = self._planned(split, context), self.predict(current, context) or 1e-12
-        then = plan.step_time or 0.0
+            if not self.pays(worth, step, context):
+                return Decision(self, kept=_costs_too_much(other, step))
+            rows, trial = (seen.local_batch_sizes == running).all(axis=1), None
+            if rows.sum() >= 3 and current.total_batch_size == context.total_batch_size:
+                trial = Trial(*self._measured(seen.rows(rows)), gain, best)
+            change = self._change(self._why(forecast, first=first), here, best, forecast)
+            return Decision(replace(self, trial=trial), change, soon=gain > SOON)
+        if best != here:
+            few = f"too little is known of the workers: {other}, and {chance:.1%} may be luck"
+            return Decision(self, kept=few, soon=gain > SOON and self.steps < YOUNG)
+        if (probe := self._probe(forecast, running)) is None:
+            return Decision(self, kept=_why_optimal(current, forecast))
+        why = "a sample moves from the slowest to the fastest, to learn what it costs"
+        costs = forecast.seconds(forecast.sizes(probe)) >= step  # then it is undone early
+        return Decision(replace(self, trial=None), self._change(why, here, probe, forecast), soon=costs)
+
+    def _change(self, why: str, here: Split, split: Split, forecast: Forecast) -> Proposal:
+        before, then = (self._timed(one, forecast)[0] for one in (here, split))
         takes = f"{abs(1.0 - then / before):.1%} {'less' if then <= before else 'more'}"
         reason = f"{why}: step {before * 1e3:.1f} -> {then * 1e3:.1f} ms ({takes})"
-        soon = promised > SOON if new else promised <= 0.0  # a probe that costs time is undone early
-        return Decision(replace(self, trial=trial), Proposal(plan, reason), soon=soon)
+        return Proposal(self._planned(split, forecast), reason)
 
     def pays(self, gain: float, step_time: float, context: PlanContext) -> bool:
         """Return whether a gain saves more than the change costs, if it holds as long again as the run so far.
@@ -318,19 +278,22 @@ class PerfModelPlanner:
         """
         return gain * step_time * max(self.steps, HORIZON) > (context.change_cost or 0.0)
 
-    def _chance(self, workers: WorkerTimes, sizes: Array, unit: int) -> float:
+    def _chance(self, forecast: Forecast, sizes: Array) -> float:
         """Return the gain that chance alone pretends: how far the unluckiest of equal workers seems behind."""
-        free = max(float(workers.squares[:, 1].sum()), 1.0)
-        unlucky = ((2.0 * math.log(len(sizes))) ** 0.5 + LUCK) * (1.0 + 9.0 / free)  # noise itself is not sure
-        if np.ptp(sizes) > unit:  # equal workers keep equal sizes, however noisy; others are misled by little
+        workers = forecast.workers
+        unlucky = (2.0 * math.log(len(sizes))) ** 0.5 + LUCK
+        if np.ptp(sizes) > forecast.context.multiple:  # equal workers keep equal sizes; others are misled by little
             unlucky *= UNEQUAL * (1.0 - float(workers.drifting.mean()))  # no later round knows more of drifts
-        return float(self.settings.doubt * unlucky * np.median(workers.errors(sizes)))
+        return float(unlucky * workers.errors(sizes)[forecast.finish(sizes).argmax()])
 
-    def _probe(
-        self, workers: WorkerTimes, curves: Sequence[Curve], sizes: Array, low: Array, high: Array, context: PlanContext
-    ) -> Split | None:
+    def _probe(self, forecast: Forecast, sizes: Array) -> Split | None:
         """Return the split with one unit moved from the slowest worker to the fastest; ``None`` if two sizes ran."""
-        finish = finish_times(curves, sizes)
+        context, workers, (low, high), finish = (
+            forecast.context,
+            forecast.workers,
+            forecast.bounds,
+            forecast.finish(sizes),
+        )
         slow, fast = int(finish.argmax()), int(np.where(sizes < high, finish, np.inf).argmin())
         if (workers.steps > 0).sum(axis=1).max() > 1 or sizes[slow] <= low[slow] or sizes[fast] >= high[fast]:
             return None
@@ -342,11 +305,11 @@ class PerfModelPlanner:
             return None
         moved = sizes.copy()
         moved[[slow, fast]] += [-context.multiple, context.multiple]
-        risk = float(finish_times(curves, moved).max() / finish.max()) - 1.0
+        risk = float(forecast.finish(moved).max() / finish.max()) - 1.0
         return tuple(moved.astype(int).tolist()) if risk < most else None
 
-    def _why(self, workers: WorkerTimes, *, first: bool) -> str:
-        if jumped := [str(rank) for rank in np.flatnonzero(workers.jumped)]:
+    def _why(self, forecast: Forecast, *, first: bool) -> str:
+        if jumped := [str(rank) for rank in np.flatnonzero(forecast.workers.jumped)]:
             return f"speed of rank {_few(jumped)} changed"
         return "first split, by measured speed" if first else "optimum of the time model"
 
@@ -360,9 +323,6 @@ class PerfModelPlanner:
             "excess": float(self.excess),
             "times": self.times.state_dict(),
             "link": self.link.state_dict(),
-            "splits": [list(split) for split in self.splits],
-            "ranks": list(self.ranks),
-            "trial": self.trial and list(self.trial),
         }
         return with_checksums(state)
 
@@ -373,34 +333,14 @@ class PerfModelPlanner:
             DamagedCheckpointError: if the state has changed since it was saved.
         """
         check_checksums(state, "the time models")
-        trial = state["trial"]
         return replace(
             self,
-            times=WorkerTimes.from_state_dict(state["times"], self.settings),
+            times=WorkerTimes.from_state_dict(state["times"]),
             link=LinkTimes.from_state_dict(state["link"]),
-            splits=tuple(tuple(map(int, split)) for split in state["splits"]),
-            ranks=tuple(state["ranks"]),
-            trial=None if trial is None else Trial(trial[0], trial[1], trial[2], tuple(trial[3])),
             steps=float(state["steps"]),
             credit=float(state["credit"]),
             excess=float(state["excess"]),
         )
-
-
-def _run(split: Sequence[int], context: PlanContext) -> Array:
-    """Return the samples that each worker runs: at least its minimum, which counts with weight 0 if its size is 0."""
-    return np.array(np.maximum(split, context.min_local), dtype=float)
-
-
-def _bounds(context: PlanContext) -> tuple[Array, Array]:
-    """Return the least and greatest sizes, in whole multiples.
-
-    Raises:
-        ValueError: if they do not allow the total.
-    """
-    workers, total, unit = len(context.identities), context.total_batch_size, context.multiple
-    low, high = check_bounds(workers, total, context.min_local, context.max_local, unit)
-    return low * unit, high * unit
 
 
 def _since_jump(seen: StepObservations) -> StepObservations:
@@ -420,11 +360,11 @@ def _costs_too_much(other: str, step_time: float) -> str:
     return f"a change would cost more than it saves: {other}"
 
 
-def _why_optimal(plan: BatchPlan, context: PlanContext) -> str:
-    (low, high), sizes = _bounds(context), plan.local_batch_sizes
+def _why_optimal(plan: BatchPlan, forecast: Forecast) -> str:
+    (low, high), sizes = forecast.bounds, plan.local_batch_sizes
     held = [str(i) for i, b in enumerate(sizes) if b in (low[i], high[i])]
     if held and len(low) > 1:
         return f"bounds hold: rank {_few(held)} at its minimum or maximum; the split is the optimum"
-    if max(sizes) - min(sizes) <= context.multiple:
+    if max(sizes) - min(sizes) <= forecast.context.multiple:
         return f"no worker is known to be faster: equal {'sizes are' if plan.cost is None else 'work is'} the optimum"
     return "the optimum runs already: no other split is predicted to be faster"

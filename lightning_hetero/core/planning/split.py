@@ -1,33 +1,32 @@
 """The split of least step time, by curves of the workers' times that are interpolated between points."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.core.planning.worker_times import interpolated, stretches
 
 Array = npt.NDArray[np.float64]
-Curve = tuple[Array, Array]
-"""Sizes and seconds of each worker, both of shape ``(points, workers)``, rising and not falling."""
+Curves = tuple[Array, Array]
+"""Sizes and seconds, rising and not falling, of shape ``(points, several times the workers)``: a step may end with
+computing or with the all-reduce, and the columns of the one come after those of the other."""
 
 
-def finish_times(curves: Sequence[Curve], sizes: Array) -> Array:
+def finish_times(curves: Curves, sizes: Array) -> Array:
     """Return when each worker finishes a step with these sizes: the latest of its curves."""
-    return np.asarray(np.maximum.reduce([interpolated(at, times, sizes) for at, times in curves]))
+    at, seconds = curves
+    ends = interpolated(at, seconds, np.tile(sizes, at.shape[1] // len(sizes)))
+    return np.asarray(ends.reshape(-1, len(sizes)).max(axis=0))
 
 
-def most_samples(curves: Sequence[Curve], time: float) -> Array:
+def most_samples(curves: Curves, time: float, workers: int) -> Array:
     """Return the samples that each worker finishes within some seconds, in which it finishes 0 of them."""
-    return np.asarray(np.minimum.reduce([_inverse(at, seconds, time) for at, seconds in curves]))
-
-
-def _inverse(at: Array, seconds: Array, time: float) -> Array:
+    at, seconds = curves
     (x, dx), (y, dy) = stretches(seconds, time, at, seconds)
-    return np.asarray(x + dx * np.where(dy > 1e-15, (time - y) / np.maximum(dy, 1e-15), 1e15))  # flat: any number
+    most = x + dx * np.where(dy > 1e-15, (time - y) / np.maximum(dy, 1e-15), 1e15)  # flat: any number
+    return np.asarray(most.reshape(-1, workers).min(axis=0))
 
 
-def solve(curves: Sequence[Curve], low: Array, high: Array, total: int, unit: int = 1) -> npt.NDArray[np.int64]:
+def solve(curves: Curves, low: Array, high: Array, total: int, unit: int = 1) -> npt.NDArray[np.int64]:
     """Solve for the whole sizes of least step time: no others with this sum finish earlier.
 
     The least time within which all workers together finish the total, each in whole units, is bracketed ever closer;
@@ -42,7 +41,7 @@ def solve(curves: Sequence[Curve], low: Array, high: Array, total: int, unit: in
     """
 
     def most(time: float) -> Array:
-        whole = np.floor(most_samples(curves, time) / unit * (1.0 + 1e-12) + 1e-9) * unit
+        whole = np.floor(most_samples(curves, time, len(low)) / unit * (1.0 + 1e-12) + 1e-9) * unit
         return np.asarray(np.clip(whole, low, high))
 
     # sizes that are everywhere as far between their bounds are enough together: no step need take longer

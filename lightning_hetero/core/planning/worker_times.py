@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_hetero.core.keywords import checked_keywords
-from lightning_hetero.core.planning.settings import DEFAULTS, PlannerSettings
-from lightning_hetero.core.timing.winsorized_mean import winsorize_top
 
 Array = npt.NDArray[np.float64]
 
+STILL, MOVING = 400.0, 5.0
+"""Steps over which the times of a steady worker are averaged, and the level of a drifting one."""
 SIZES = 10
 """Sizes of each worker that are remembered; the one that counts least makes room for a new one."""
 JITTER, JITTER_STEPS = 0.05, 8.0
@@ -38,24 +38,24 @@ USUAL = 0.8
 """Elasticity of a step's time in its samples, before any worker ran at a second size."""
 WEIGHT = 0.5
 """Workers for which that assumption counts, among those that showed theirs."""
+FIXED_SHARE = 0.35
+"""Standard deviation of that elasticity from worker to worker, as the fit of a line assumes."""
+CURVATURE = 0.05
+"""Relative standard deviation of a worker's times around its line."""
+UNSEEN = 0.25
+"""Share of the usual elasticity that comes back below the sizes that were seen."""
 OFF_LINE = 0.01
 """Relative distance of a time from its line that more steps do not reduce, in the fit of the line."""
-MIN_JUMP = 0.08
-"""Least change of a speed, as a logarithm, that counts as a jump."""
+JUMP, MIN_JUMP = 5.0, 0.08
+"""Change of a speed that counts as a jump: in standard errors of a round, and at least, as a logarithm."""
 MIN_NEW = 0.4
 """The same at a new size, beyond what the sizes around it took."""
-NEAR = 0.04
-"""Relative difference of a size from the newest up to which a round shows whether a speed drifts."""
-LITTLE = 1e-3
-"""Steps, faded, up to which a point shows no jump any more."""
 MIN_STRETCH = 4
 """Steps at one speed, within one round, that show a jump in the middle of it."""
 DRIFT_ODDS = 3.0
 """Logarithm of the odds against a drift, before anything was measured."""
 MOST_EVIDENCE = 3.0
-"""Logarithm of the odds that a single round adds at most."""
-FORGET = 0.98
-"""Share of what is known of a drift that is left after a round at another size, which tells nothing."""
+"""Logarithm of the odds that a single round adds or takes at most."""
 
 
 @checked_keywords
@@ -73,7 +73,6 @@ class WorkerTimes:
         odd: far too long steps, and all steps, same shape.
         level: logarithm of the newest speed's times over those of all points, shape ``(workers,)``.
         drift: logarithm of the odds that the level predicts better than the points alone, shape ``(workers,)``.
-        newest: size of the newest round, shape ``(workers,)``.
         jumped: whether a speed jumped in the newest round, shape ``(workers,)``.
 
     Example:
@@ -93,22 +92,20 @@ class WorkerTimes:
     odd: Array
     level: Array
     drift: Array
-    newest: Array
     jumped: npt.NDArray[np.bool_]
-    settings: PlannerSettings = DEFAULTS
 
     def __eq__(self, other: object) -> bool:
-        same = isinstance(other, WorkerTimes) and (self.names, self.settings) == (other.names, other.settings)
+        same = isinstance(other, WorkerTimes) and self.names == other.names
         return same and all(np.array_equal(getattr(self, name), getattr(other, name)) for name in _ARRAYS)
 
     __hash__ = None  # type: ignore[assignment]
 
     @classmethod
-    def of(cls, names: Sequence[str], settings: PlannerSettings = DEFAULTS) -> "WorkerTimes":
+    def of(cls, names: Sequence[str]) -> "WorkerTimes":
         """Return the times of workers that were never observed."""
         points, pairs, none = np.zeros((len(names), SIZES, 2)), np.zeros((len(names), 2)), np.zeros(len(names))
         size = points[..., 0]
-        return cls(tuple(names), size, size, points, pairs, pairs, none, none, none, none > 0, settings)
+        return cls(tuple(names), size, size, points, pairs, pairs, none, none, none > 0)
 
     def select(self, names: Sequence[str]) -> "WorkerTimes":
         """Return the times of these workers, in this order; of new ones as of workers never observed."""
@@ -127,7 +124,7 @@ class WorkerTimes:
 
     def _joined(self, more: "WorkerTimes") -> "WorkerTimes":
         both = {name: np.concatenate([getattr(self, name), getattr(more, name)]) for name in _ARRAYS}
-        return WorkerTimes((*self.names, *more.names), **both, settings=self.settings)
+        return WorkerTimes((*self.names, *more.names), **both)
 
     def guessed(self, capacities: Sequence[float] = ()) -> "WorkerTimes":
         """Return the times with those of the worker most alike for each that was never observed.
@@ -163,9 +160,7 @@ class WorkerTimes:
     def jitter(self) -> Array:
         """Relative standard deviation of single steps: each worker's own where known, else that of all."""
         squares, free = self.squares.T
-        own = squares / np.maximum(free, 1.0)
-        usual = np.minimum(own, 4.0 * np.median(own))  # one noisy worker must not make the others uncertain
-        shared = ((usual * free).sum() + JITTER**2) / (free.sum() + 1.0)
+        shared = (squares.sum() + JITTER**2) / (free.sum() + 1.0)
         return np.asarray(np.sqrt((squares + JITTER_STEPS * shared) / (free + JITTER_STEPS)) + 1e-3)
 
     @cached_property
@@ -189,10 +184,10 @@ class WorkerTimes:
         off_seconds = self.seconds / seconds[:, None] - 1.0
         information = (weight * off_size**2).sum(axis=1)
         product = (weight[..., None] * off_size[..., None] * off_seconds).sum(axis=1)
-        prior = 1.0 / self.settings.fixed_share**2
+        prior = 1.0 / FIXED_SHARE**2
         # the same model runs on all of them: what some showed of its fixed part holds for those seen at one size
         sure = (information / (information + prior))[:, None]
-        own = np.clip(product / np.maximum(information, 1e-12)[:, None], 0.0, 1.2)
+        own = np.clip(product / np.maximum(information, 1e-12)[:, None], 0.0, 1.0)
         usual = ((sure * own).sum(axis=0) + WEIGHT * USUAL) / (sure.sum() + WEIGHT)
         elasticity = np.clip((product + prior * usual) / (information + prior)[:, None], 0.0, 1.0)
         return size, seconds, elasticity * seconds / size[:, None], usual
@@ -211,7 +206,7 @@ class WorkerTimes:
         steps, at = (np.take_along_axis(one, point, 1) for one in (self.steps, self.size))
         measured = np.maximum(np.take_along_axis(self.seconds, point[..., None], 1), 1e-12)
         noise = self.jitter[:, None] ** 2 / np.maximum(steps, 1e-9)
-        believed = self.settings.curvature**2 / (self.settings.curvature**2 + noise) * (1.0 - self.drifting[:, None])
+        believed = CURVATURE**2 / (CURVATURE**2 + noise) * (1.0 - self.drifting[:, None])
 
         def line_at(sizes: Array) -> Array:
             return np.maximum(seconds[:, None] + slope[:, None] * (sizes - size[:, None])[..., None], 1e-12)
@@ -222,7 +217,7 @@ class WorkerTimes:
         at, times = np.take_along_axis(at, order, 1), np.take_along_axis(times, order[..., None], 1)
         # below the least size, a part of the usual elasticity comes back: no curve is as flat down to nothing
         elasticity = np.minimum(slope * at[:, :1] / times[:, 0], 1.0)
-        elasticity += self.settings.unseen * np.maximum(usual - elasticity, 0.0)
+        elasticity += UNSEEN * np.maximum(usual - elasticity, 0.0)
         at_zero = times[:, 0] * np.maximum(1.0 - elasticity, 1e-3)
         far = 2.0 * at[:, -1:] + 1.0
         beyond = times[:, -1] + slope * (far - at[:, -1:]) * (times[:, -1] / line_at(at[:, -1:])[:, 0])
@@ -251,8 +246,8 @@ class WorkerTimes:
         """Return the relative standard errors of the times at these sizes, shape ``(workers,)``."""
         variance = self.jitter**2
         here = np.where(self.size == sizes[:, None], self.steps, 0.0).sum(axis=1)
-        by_line = variance / np.maximum(self.steps.sum(axis=1), 1.0) + 0.5 * self.settings.curvature**2
-        by_level = self.drifting**2 * variance / (2.0 * self.settings.moving)
+        by_line = variance / np.maximum(self.steps.sum(axis=1), 1.0) + 0.5 * CURVATURE**2
+        by_level = self.drifting**2 * variance / (2.0 * MOVING)
         return np.asarray(np.sqrt(np.minimum(variance / np.maximum(here, 1.0), by_line) + by_level))
 
     def state_dict(self) -> dict[str, Any]:
@@ -260,13 +255,13 @@ class WorkerTimes:
         return {name: {k: getattr(self, k)[i].tolist() for k in _KEPT} for i, name in enumerate(self.names)}
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any], settings: PlannerSettings = DEFAULTS) -> "WorkerTimes":
+    def from_state_dict(cls, state: Mapping[str, Any]) -> "WorkerTimes":
         """Return the times restored from :meth:`state_dict`.
 
         Raises:
             ValueError: if an array has another shape, or a number is not finite.
         """
-        empty = cls.of(tuple(state), settings)
+        empty = cls.of(tuple(state))
         found: dict[str, Any] = {k: np.array([worker[k] for worker in state.values()], dtype=float) for k in _KEPT}
         for name, array in found.items() if state else ():
             shape = getattr(empty, name).shape
@@ -293,7 +288,7 @@ class WorkerTimes:
         shorter = np.where(event, middle / step, 1.0)
         step = step * shorter
         phases = (np.maximum(phase * shorter, 1e-9) for phase in (outside, backward))
-        pace = np.stack([winsorize_top(phase).mean(axis=0) for phase in phases], axis=1)
+        pace = np.stack([phase.mean(axis=0) for phase in phases], axis=1)
         off = np.abs(step / middle - 1.0)
         off = np.minimum(off, 4.0 * np.maximum(1.4826 * np.median(off, axis=0), 1e-4))
         free = count - 1.0 if count > 2 else 0.0
@@ -304,69 +299,63 @@ class WorkerTimes:
             jumped=np.zeros(workers, dtype=bool),
         )
         if self.known.any():
-            now = now._follow(sizes, pace.sum(axis=1), middle, count)
-        size, steps, seconds = now.size.copy(), now.steps * np.exp(-elapsed / self.settings.still), now.seconds.copy()
+            now = now._follow(sizes, pace.sum(axis=1), count)
+        size, steps, seconds = now.size.copy(), now.steps * np.exp(-elapsed / STILL), now.seconds.copy()
         again, slot = now._slots(sizes)
         at = np.arange(workers), np.where(again, slot, steps.argmin(axis=1))
         total = steps[at] * again + count
         new = pace * np.exp(-now.drifting * now.level)[:, None]
         seconds[at] += (count / total)[:, None] * (new - seconds[at])
         size[at], steps[at] = sizes, total
-        return replace(now, size=size, steps=steps, seconds=seconds, newest=sizes)
+        return replace(now, size=size, steps=steps, seconds=seconds)
 
     def _slots(self, sizes: Array) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
         """Return which workers have run at these sizes, and the place of these sizes."""
         same = self.size == sizes[:, None]
         return same.any(axis=1), same.argmax(axis=1)
 
-    def _follow(self, sizes: Array, pace: Array, middle: Array, count: int) -> "WorkerTimes":
+    def _follow(self, sizes: Array, pace: Array, count: int) -> "WorkerTimes":
         """Return the times with level, drift and jumps after a round, before its point is added.
 
         Args:
             sizes: samples of each worker.
             pace: its mean seconds of a step.
-            middle: its median seconds of a step, which a few odd ones do not move.
             count: steps of the round.
         """
-        settings, variance, each = self.settings, self.jitter**2, np.arange(len(sizes))
+        variance, each = self.jitter**2, np.arange(len(sizes))
         again, slot = self._slots(sizes)
-        again &= self.steps[each, slot] > LITTLE
         level = self.drifting * self.level
         expected = self.parts(sizes).sum(axis=1) * np.exp(-level)
         expected = np.where(again, self.seconds[each, slot].sum(axis=1), expected)
         off = np.where(self.known, np.log(pace / expected), 0.0)
-        # of two predictions at almost the newest size, the average of all steps and the newest level, which was closer
-        near = np.abs(sizes - self.newest) <= NEAR * self.newest
+        # of two predictions, the average of all steps and the newest level, which was closer
         seen = np.maximum(np.where(again, self.steps[each, slot], self.steps.sum(axis=1)), 1.0)
-        gain = 1.0 - np.exp(-count / settings.moving)
-        bent = np.where(again, 0.0, settings.curvature**2) + 1e-6  # at a new size, times are no line
+        gain = 1.0 - np.exp(-count / MOVING)
+        bent = np.where(again, 0.0, CURVATURE**2) + 1e-6  # at a new size, times are no line
         by_points = variance * (1.0 / count + 1.0 / seen) + bent
         by_level = variance / count * (1.0 + gain / (2.0 - gain)) + bent
         odds = 0.5 * (off**2 / by_points - (off - self.level) ** 2 / by_level - np.log(by_level / by_points))
-        drift = np.where(near, self.drift + np.clip(odds, -2.0, MOST_EVIDENCE), FORGET * self.drift)
-        drift = np.clip(drift, -8.0, 8.0)
-        beyond, typical = off - level, np.log(middle / expected) - level
-        least = np.maximum(settings.jump * np.sqrt(by_points), MIN_JUMP)
+        drift = np.clip(self.drift + np.clip(odds, -MOST_EVIDENCE, MOST_EVIDENCE), -8.0, 8.0)
+        beyond = off - level
+        least = np.maximum(JUMP * np.sqrt(by_points), MIN_JUMP)
         # at a new size, time can only be expected; but more samples than ever took less, or fewer took more, by a jump
-        there, known = self.steps > LITTLE, self.seconds.sum(axis=2)
+        there, known = self.steps > 0, self.seconds.sum(axis=2)
         low = np.where(there & (self.size < sizes[:, None]), known, 0.0).max(axis=1)
         high = np.where(there & (self.size > sizes[:, None]), known, np.inf).min(axis=1)
         now = pace * np.exp(-level)
         odd = (now < np.exp(-MIN_NEW) * low) | (now > np.exp(MIN_NEW) * high)
         jumped = np.where(again, np.abs(beyond) > least, odd)
-        jumped &= typical * np.sign(beyond) > 0.5 * np.abs(beyond)
-        followed = self.level + gain * np.where(again | near, 1.0, self.drifting) * (off - self.level)
         return replace(
             self,
             drift=drift,
             jumped=jumped,
-            level=np.where(jumped, 0.0, followed),
+            level=np.where(jumped, 0.0, self.level + gain * (off - self.level)),
             seconds=self.seconds * np.where(jumped, np.exp(off), 1.0)[:, None, None],
             steps=np.where(jumped[:, None], np.minimum(self.steps, 4.0), self.steps),
         )
 
 
-_ARRAYS = tuple(f.name for f in fields(WorkerTimes) if f.name not in ("names", "settings"))
+_ARRAYS = tuple(f.name for f in fields(WorkerTimes) if f.name != "names")
 _KEPT = _ARRAYS[:-1]  # all but jumped, which is of the newest round only
 
 
