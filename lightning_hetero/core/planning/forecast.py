@@ -63,7 +63,7 @@ class Forecast:
 
     def finish(self, sizes: Array) -> Array:
         """Return the mean seconds after which each worker ends a step."""
-        return self._ends(sizes).max(axis=0)
+        return np.asarray(self._ends(sizes).max(axis=0))
 
     def seconds(self, sizes: Array) -> float:
         """Return the expected seconds of a step, which waits for the slowest worker in it."""
