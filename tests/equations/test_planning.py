@@ -10,6 +10,7 @@ import pytest
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.planning import split
+from lightning_hetero.core.planning.link_times import LinkTimes
 from lightning_hetero.core.planning.planner import PerfModelPlanner, Trial
 from lightning_hetero.core.planning.split import finish_times, solve
 from lightning_hetero.core.planning.worker_times import WorkerTimes, since_jump
@@ -426,3 +427,112 @@ def test_equal_workers_keep_equal_multiples(seed):
         seen = seen_of(plan.local_batch_sizes, (0.064, 0.064, 0.032), noise=0.3, rng=rng)
         moved += PerfModelPlanner().decide(seen, plan, ctx).proposal is not None
     assert moved <= 4
+
+
+# what a mutation of each branch showed to be untested
+
+
+def test_a_change_is_not_blamed_for_a_speed_that_drifts():
+    ctx, first, _ = changed((0.03, 0.031))
+    drifting = replace(first.planner, times=replace(first.planner.times, drift=np.full(2, 8.0)))
+    credits = [one.observe(seen_of((33, 7), (0.06, 0.058)), ctx).credit for one in (first.planner, drifting)]
+    assert credits[0] < 0.6
+    assert credits[1] > 0.95
+
+
+def alternating(sizes, seconds, noise, steps=16):
+    """Steps of workers that are shorter and longer by the same share in turns."""
+    seen = seen_of(sizes, seconds, steps, 0.0)
+    seen.forward[:] *= 1 + noise * np.tile([-1.0, 1.0], steps // 2)[:, None]
+    seen.backward[:] *= 1 + noise * np.tile([-1.0, 1.0], steps // 2)[:, None]
+    return seen
+
+
+def test_the_more_workers_the_luckier_is_the_luckiest():
+    """Half of the workers are 8 % slower: among four of them that is no luck, among 64 it may be."""
+    moved = []
+    for n in (4, 64):
+        seen, ctx = alternating((100,) * n, np.where(np.arange(n) % 2 == 0, 0.108, 0.1), 0.04), context(100 * n, n)
+        moved.append(PerfModelPlanner().decide(seen, even_plan(ctx), ctx).proposal is not None)
+    assert moved == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "noise", "drift", "moves"),
+    [
+        ((200, 200), 0.07, 0.0, False),
+        ((201, 199), 0.07, 0.0, True),
+        ((201, 199), 0.1, 0.0, False),
+        ((201, 199), 0.1, 8.0, True),
+    ],
+)
+def test_what_unequal_workers_seem_to_gain_is_doubted_less_and_not_where_speeds_drift(sizes, noise, drift, moves):
+    ctx, seen = context(400, 2), alternating(sizes, (0.1062, 0.1), noise)
+    known = PerfModelPlanner().observe(seen, ctx)
+    known = replace(known, times=replace(known.times, drift=np.full(2, drift)))
+    assert (known.decide(StepObservations.empty(2), BatchPlan(400, sizes), ctx).proposal is not None) == moves
+
+
+def test_many_workers_that_seem_to_drift_do_and_a_single_one_may_not():
+    times = observed((10.0,), (0.1,), ("a", "b", "c", "d"))
+    alone, all_of_them = replace(times, drift=np.array([2.0, -2, -2, -2])), replace(times, drift=np.full(4, 2.0))
+    assert alone.drifting[0] < 0.5 < all_of_them.drifting[0]
+    assert observed((10.0,), (0.1,)).drifting[0] < 0.1
+
+
+def test_of_a_new_worker_little_is_known():
+    ctx, planner = context(40, 2), PerfModelPlanner().observe(seen_of((20,), (0.02,)), context(20, 1))
+    new, even = planner.error(even_plan(ctx), ctx), even_plan(ctx)
+    known = planner.observe(seen_of((20, 20), (0.02, 0.02)), ctx)
+    assert new > 1.5 * known.error(even, ctx) * planner.predict(even, ctx) / known.predict(even, ctx)
+
+
+def test_below_the_sizes_that_ran_time_falls_by_some_of_what_is_usual_and_no_curve_is_steeper_than_its_samples():
+    flat, steep = observed((20.0, 40.0), (0.1, 0.1)), observed((20.0, 40.0), (0.02, 0.2))
+    at = [one.parts(np.array([b])).sum() for one in (flat, steep) for b in (10.0, 40.0, 80.0)]
+    assert 0.85 < at[0] / at[1] < 0.95
+    assert 1.0 <= at[2] / at[1] < 1.08
+    assert at[5] / at[4] < 2.2
+
+
+def test_steps_within_the_usual_noise_are_no_events_and_an_odd_one_does_not_make_it():
+    rng, size = np.random.default_rng(0), np.array([10.0])
+    noisy = observed((10.0,) * 8, 0.1 * (1 + 0.25 * rng.standard_normal((8, 16, 1))).clip(0.1))
+    long = np.full((8, 1), 0.1)
+    long[0] = 0.19  # less than four deviations off
+    with_it, without = (noisy.observe(size, one / 3, 2 * one / 3, 1000) for one in (long, 0 * long + 0.1))
+    assert with_it.seconds.sum() > 1.04 * without.seconds.sum()
+    odd = np.tile([0.099, 0.101], 8)[:, None]
+    odd[3] = 0.138
+    assert observed((10.0,), (odd,)).jitter[0] < 0.03
+
+
+def test_one_round_tells_little_of_a_drift_and_many_not_for_ever():
+    rounds = [0.1 * factor for factor in (1.0, 1.0, 1.5)]
+    drift = [observed((10.0,) * n, rounds[:n]).drift[0] for n in (2, 3)]
+    assert abs(drift[1] - drift[0]) <= 3.0
+    steady = observed((10.0,) * 60, 0.1 * (1 + 0.03 * np.random.default_rng(0).standard_normal((60, 8, 1))), steps=8)
+    assert -8.0 <= steady.drift[0] < 0.0
+
+
+def test_link_times_of_more_workers_follow_the_ring_and_of_one_worker_nothing():
+    assert LinkTimes({1: ((0.3, 0.0, 0.0),)}).at(4) == (0.3, 0.0, 0.0)
+    assert LinkTimes().at(4) == (1.0, 0.0, 0.0)
+    assert LinkTimes({2: ((0.1, 0.2, 0.02),)}).at(4) == pytest.approx((0.1, 0.3, 0.03))
+    both = LinkTimes({2: ((0.1, 0.7, 0.0),), 4: ((0.3, 1.35, 0.0),)})  # latency 0.2, transfer 1
+    assert both.at(8) == pytest.approx((0.2, 2.275, 0.0))
+
+
+def test_reasons_name_what_is_known():
+    ctx, first, _ = changed((0.03, 0.031))
+    assert first.proposal.reason.startswith("first split")
+    assert "% less" in first.proposal.reason
+    again = first.planner.decide(seen_of((33, 7), (0.033, 0.09)), first.proposal.plan, ctx)
+    assert "first split" not in again.proposal.reason
+    probe = PerfModelPlanner().decide(seen_of((2, 2), (0.07, 0.05)), even_plan(context(4, 2)), context(4, 2))
+    assert "% more" in probe.proposal.reason
+    many = context(60, 6, max_local=(10,) * 6)
+    kept = PerfModelPlanner().decide(seen_of((10,) * 6, (0.01,) * 6), even_plan(many), many).kept
+    assert "0, 1, 2 and 3 more" in kept
+    one = context(10, 1, max_local=(10,))
+    assert "bound" not in PerfModelPlanner().decide(seen_of((10,), (0.01,)), even_plan(one), one).kept

@@ -2,9 +2,9 @@
 
 A sync round takes the times of its steps into the time model, and solves for the split of least step time. The split
 changes if the predicted gain is beyond chance, beyond the cost of a change, and believable: what each change gained is
-measured, and where that was less than predicted, further gains count less for some hundred steps. A split that has run
-and is faster is gone back to. Where every worker has run at one size only, and no split looks better although some
-workers are faster, the slowest gives one unit to the fastest: that shows what a sample costs.
+measured, and where that was less than predicted, further gains count less for some hundred steps. Where every worker
+has run at one size only, and no split looks better although some workers are faster, the slowest gives one unit to the
+fastest: that shows what a sample costs.
 """
 
 import math
@@ -254,8 +254,10 @@ class PerfModelPlanner:
             change = self._change(self._why(forecast, first=first), here, best, forecast)
             return Decision(replace(self, trial=trial), change, soon=gain > SOON)
         if best != here:
-            few = f"too little is known of the workers: {other}, and {chance:.1%} may be luck"
-            return Decision(self, kept=few, soon=gain > SOON and self.steps < YOUNG)
+            kept = f"too little is known of the workers: {other}, and {chance:.1%} may be luck"
+            if self.credit * apart > chance:
+                kept = f"there is too little to gain: {other}"
+            return Decision(self, kept=kept, soon=gain > SOON and self.steps < YOUNG)
         if (probe := self._probe(forecast, running)) is None:
             return Decision(self, kept=_why_optimal(current, forecast))
         why = "a sample moves from the slowest to the fastest, to learn what it costs"
