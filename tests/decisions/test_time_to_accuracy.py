@@ -101,7 +101,7 @@ def test_a_resumed_run_keeps_the_density_until_eight_new_steps_were_measured(at,
     rest = run({at: FAT}, ckpt_path=str(tmp_path / f"step={at}.ckpt"), max_steps=160)[0]["densities"]
     assert rest[:8] == [whole[at - 1]] * 8
     assert whole[-1] < whole[15] / 10
-    assert rest[-1] > 2 * rest[0]
+    assert rest[-1] > 1.5 * rest[0], "up slowly"
 
 
 def test_messages_and_split_follow_link_and_workers_within_seconds_and_stay_where_nothing_happens():
@@ -114,7 +114,7 @@ def test_messages_and_split_follow_link_and_workers_within_seconds_and_stay_wher
     assert sent == results[1]["sizes"]
     fat, thin, again = sent[55], sent[111], sent[-1]
     assert thin < fat / 3
-    assert again > fat / 3
+    assert again > 1.5 * thin, "up slowly"
     assert len(changes(sent[56:112])) == 1, "to and fro on the thin link, or step by step"
     assert all(later > earlier for earlier, later in changes(sent[112:])), "to and fro on the fat link"
     first = next(step for step in range(56, 112) if sent[step] == thin)

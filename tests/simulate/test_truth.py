@@ -183,3 +183,19 @@ def test_messages_take_the_place_of_sums_at_the_density_that_is_decided(stale, r
         assert least == pytest.approx(result.optimum[-1])
         assert simulator.time(BatchPlan(60, tuple(sizes.tolist()))) == pytest.approx(least)
         assert result.optimum[-1] <= result.optimum[0]
+
+
+def test_of_a_message_in_flight_planners_know_nothing():
+    """From second 10 on a stale message of 0.5 s takes ten times as long."""
+    link = LinkProfile(gradient_bytes=1e6, rate=1.06e5, trace=[(10.0, 1.06e4)])
+    planner = Watching()
+    simulator = ClusterSimulator(
+        [DeviceProfile(0.0, 0.5, 0.0, 0.5)] * 2, 2, link=link, policy=planner, replan=1, round_seconds=0.0,
+        compression=BlockTopK(density=0.2, warmup_steps=0), staleness=1,
+    )  # fmt: skip
+    clock = simulator.run(20).clock
+    moments = clock[-len(planner.seen) :]  # warm-up steps say nothing
+    slow = [(at, context.link.seconds) for at, (_, context) in zip(moments, planner.seen, strict=True)
+            if (context.link.seconds or 0.0) > 2.0]  # fmt: skip
+    assert slow[0][0] >= 10.0 + slow[0][1] - 0.5, "known before it arrived"
+    assert len([moment for moment in moments if moment < 10.0]) >= 5

@@ -138,6 +138,12 @@ def test_messages_under_way_are_reported_later_and_only_those_of_the_newest_size
     assert (num_bytes, seconds.tolist()) == (BYTES / 5, pytest.approx([0.2, 0.4]))
 
 
+@pytest.mark.parametrize(("newest", "seconds"), [((0.1, 2.5), 0.1), ((2.5, 2.5), 2.5)])
+def test_two_long_messages_are_a_slow_link_however_many_short_ones_came_before(newest, seconds):
+    table = np.array([[step, BYTES, 0.0, took] for step, took in enumerate((*[0.1] * 9, *newest))])
+    assert message_seconds(np.stack([table, table]))[1].tolist() == [0.0, seconds]
+
+
 # clocks
 
 

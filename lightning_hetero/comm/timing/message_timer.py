@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from lightning_hetero.comm.timing.clock import Clock, Mark
 from lightning_hetero.comm.timing.settings import SETTINGS, TimingSettings
+from lightning_hetero.core.link.message_times import NEWEST
 
 __all__ = ["MessageTimer", "message_seconds"]
 
@@ -83,7 +84,7 @@ class MessageTimer:
 def message_seconds(tables: Array) -> tuple[float, Array] | None:
     """Return the bytes that a rank sends in a step, and the median seconds of each rank's message over common steps.
 
-    Only steps with the newest message size count, because the density may have changed.
+    Only the newest steps count, and of these those with the newest message size, because the density may have changed.
 
     Args:
         tables: :meth:`MessageTimer.take` of every rank, shape ``(ranks, max_steps, 2 + ranks)``.
@@ -108,4 +109,4 @@ def message_seconds(tables: Array) -> tuple[float, Array] | None:
     newest = sent[:, 0] == sent[-1, 0]  # the same density as the newest step
     last = seconds.max(axis=2).argmin(axis=1)
     seen = seconds[np.arange(len(last)), last]
-    return float(sent[-1].max()), np.median(seen[newest], axis=0)
+    return float(sent[-1].max()), np.median(seen[newest][-NEWEST:], axis=0)

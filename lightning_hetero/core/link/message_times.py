@@ -4,9 +4,9 @@ A message takes ``latency + bytes / rate``. The latency measured before training
 ranks. During training it is longer; if the excess counted as sending, small messages would make any link look slow. Two
 successive sizes determine both numbers, and the first messages follow a large one that was measured before training.
 
-A rate that falls is followed at once, one that rises by a fifth of the way in each round: too long a message costs as
-much time as the link likes, too short a one some percent. Seconds per byte are averaged: one fast moment must not hide
-a slow link.
+A rate that falls is followed at once, one that rises by a twentieth of the way in each round: too long a message costs
+as much time as the link likes, too short a one some percent. Seconds per byte are averaged: one fast moment must not
+hide a slow link.
 """
 
 import math
@@ -15,11 +15,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MessageTimes"]
+__all__ = ["NEWEST", "MessageTimes"]
 
 Array = npt.NDArray[np.float64]
 
-FASTER = 0.2
+NEWEST = 3
+"""Messages of a round that count, by their median: nine short ones before would hide that the link has become slow,
+and a single long one is a stall that is over."""
+FASTER = 0.05
 """Weight of the newest messages in a rate that rises."""
 FIRST_ERROR = 0.25
 """Standard error of the latency measured before training, as a share of the first messages' time."""

@@ -9,7 +9,7 @@ from lightning_hetero.comm.timing.settings import SETTINGS
 from lightning_hetero.core.compression.objective import DensityChoice
 from lightning_hetero.core.compression.settings import BlockTopK
 from lightning_hetero.core.link.message_link import MessageLink
-from lightning_hetero.core.link.message_times import MessageTimes
+from lightning_hetero.core.link.message_times import NEWEST, MessageTimes
 from lightning_hetero.simulate.cluster.link_profile import LinkProfile
 
 __all__ = ["MessageExchange"]
@@ -52,7 +52,8 @@ class MessageExchange:
         probe = (workers - 1) * BENCHMARK.probe_bytes  # what a run measures before its first step
         seconds = link.latency + probe / link.rate_at(0.0)
         self._times = MessageTimes(latency=link.latency).begun(probe, seconds, workers)
-        self._seen: deque[float] = deque(maxlen=SETTINGS.max_steps)  # seconds of the messages since the last round
+        # moment of arrival, bytes and seconds of messages, until a round has seen them
+        self._sent: deque[tuple[float, float, float]] = deque(maxlen=SETTINGS.max_steps)
         self._starts, self._arrival = np.zeros(workers), -np.inf  # of the next step, on the clock
 
     @property
@@ -85,18 +86,23 @@ class MessageExchange:
             before = self._arrival
             takes = self.link.latency * factors[t] + self.link.transfer(num_bytes * factors[t], leaves)
             self._arrival = leaves + takes
-            self._seen.append(self._arrival - last)
+            self._sent.append((self._arrival, num_bytes, self._arrival - last))
             self._starts = np.maximum(ready, before if self.stale else self._arrival)
             end = float(self._starts.max())
             seconds[t], begins[t], clock = end - clock, clock, end
         return seconds, begins
 
     def see(self) -> MessageLink:
-        """End a sync round: return the link as planners see it, after the messages since the last one."""
-        seen, num_bytes = list(self._seen), self.bytes_now
-        self._seen.clear()
-        took = float(np.median(seen)) if seen else None
-        if took is not None:
+        """End a sync round: return the link as planners see it, after the messages since the last one.
+
+        Of a message that is still in flight nothing is known.
+        """
+        now, took = self._starts.max(), None
+        arrived = [one for one in self._sent if one[0] <= now]
+        self._sent = deque([one for one in self._sent if one[0] > now], maxlen=SETTINGS.max_steps)
+        if arrived:
+            num_bytes = arrived[-1][1]  # the newest size: the density may have changed
+            took = float(np.median([seconds for _, size, seconds in arrived if size == num_bytes][-NEWEST:]))
             self._times = self._times.observe(num_bytes, np.full(self.workers, took))
         return MessageLink(self.density, self._size, self._times.rates, took, self.stale, self._times.latency)
 
