@@ -158,8 +158,12 @@ class TTACallback(AdaptiveBatchCallback):
                 staleness.make_all_stale()
         compression.measure_link()
         link, planner = compression.link(), self.tta_planner
-        if link is not None and planner.density is None:
+        new = link is not None and planner.density is None
+        if link is not None and new:
             planner = planner.begin(link)
-        density = self._engine.control.broadcast_object(planner.density)
+        density, new = self._engine.control.broadcast_object((planner.density, new))
+        if new:
+            self._engine.observer.shorten_warm_up()
+            self._engine.rounds.schedule.begin_early(self._engine.observer.synced_steps)
         self.planner = replace(planner, density=density)
         compression.set_density(density)

@@ -138,6 +138,13 @@ def test_the_first_message_is_as_dense_as_the_measured_link_asks_for():
     assert thin[0] < fat[0] < 0.1, "as the user gave it"
 
 
+def test_computing_counts_from_the_third_step_on():
+    for late in (0, 1):
+        strategy = {"replan": "auto", "staleness": late}
+        first, second, third = run({0: 2e6}, max_steps=3, by_sample=(0.02, 0.02), strategy=strategy)[0]["densities"]
+        assert first == second < third / 3
+
+
 def test_a_link_that_stalls_hastens_the_next_round():
     """Rounds come every 50 steps of 17 ms; a message of some seconds is late."""
     sent = run({60: 1e3}, {"max_density": 0.03}, max_steps=76, every=50, strategy={"replan": "auto"})[0]["sizes"]

@@ -10,12 +10,14 @@ import pytest
 
 from lightning_hetero.core.batching.plan import BatchPlan
 from lightning_hetero.core.compression.objective import density_penalty
+from lightning_hetero.core.compression.settings import BlockTopK
 from lightning_hetero.core.link.message_link import MessageLink
 from lightning_hetero.core.link.message_size import MessageSize
 from lightning_hetero.core.link.message_times import MessageTimes
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import PlanContext
 from lightning_hetero.core.policies.time_to_accuracy import TimeToAccuracyPlanner
+from lightning_hetero.simulate import ClusterSimulator, DeviceProfile, LinkProfile
 
 SPEEDS, FIXED, LATENCY = np.array([0.001, 0.003]), 0.02, 1e-3  # seconds of a sample, of a step, of a message
 SIZE = MessageSize(2_000_000, 2, parts=(6,), listed=64, marked=64, marked_from=2.0, align=1)  # 64 + 8e6 * density
@@ -111,6 +113,23 @@ def test_the_density_goes_to_its_optimum_at_once_within_bounds_and_a_link_of_nex
     poor = fast.run(1e4, 1)
     assert (poor.density, poor.decision.density.communication_bound) == (0.001, True)
     assert "communication-bound" in poor.decision.density.describe()
+
+
+@pytest.mark.parametrize("stale", [False, True])
+@pytest.mark.parametrize("mbit", [10, 100, 1000])
+def test_after_two_steps_the_density_is_near_the_best_for_measured_link_and_computing(mbit, stale):
+    even = 0.2  # seconds of the slower worker
+    devices = [DeviceProfile(0.0, 0.02, slow * 1e-3, 0.02, jitter=0.05) for slow in (2, 5)]
+    link = LinkProfile(gradient_bytes=80e6, rate=mbit * 125e3, latency=LATENCY, jitter=0.1)
+    result = ClusterSimulator(
+        devices, 64, link=link, policy=planner(), compression=BlockTopK(warmup_steps=0), staleness=int(stale)
+    ).run(3)
+
+    def objective(density):
+        sent = LATENCY + 80e6 / 64 * density / 2 * 34 / link.rate  # blocks of 16 elements, shared by two workers
+        return (1.0 + density_penalty(density)) * (max(even, sent) if stale else even + sent)
+
+    assert objective(result.densities[2]) < 1.03 * min(map(objective, np.geomspace(0.001, 0.3, 200)))
 
 
 def test_of_few_long_steps_the_density_follows_and_the_split_waits_for_more():

@@ -21,6 +21,7 @@ class ScheduleSettings:
 
     Args:
         first_step: step of the first round: most of the cost of a short training is its equal sizes before it.
+        first_step_density: step of the first round where a density waits for the computing time.
         min_steps: fewest steps.
         min_steps_moving: fewest steps while the speeds of workers change.
         min_steps_density: fewest steps where a density is decided on: of long steps, few tell what the link does, and
@@ -35,6 +36,7 @@ class ScheduleSettings:
     """
 
     first_step: int = 6
+    first_step_density: int = 2
     min_steps: int = 8
     min_steps_moving: int = 4
     min_steps_density: int = 2
@@ -84,6 +86,11 @@ class SyncSchedule:
             (False, True)
         """
         self.next = min(self.next, step)
+
+    def begin_early(self, step: int) -> None:
+        """Let the first round, if its step is not the user's choice, come two steps after this one, for a density."""
+        if self.replan == "auto":
+            self.hasten(step + SETTINGS.first_step_density)
 
     def late(self, seconds: float) -> bool:
         """Return whether so many seconds after a round the next one is late, because steps have become longer.
@@ -135,6 +142,8 @@ class SyncSchedule:
         steps = math.ceil(cost / limits.max_time_share / usual)
         most = limits.min_steps + ahead * changed if decision.soon else limits.max_steps
         steps = min(max(steps, least), most) + changed
+        if step < limits.first_step:  # the first split does not wait for longer because a density did not wait
+            steps = min(steps, limits.first_step - step)
         self.seconds = steps * usual
         return step + steps
 

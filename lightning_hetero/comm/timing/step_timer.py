@@ -251,6 +251,10 @@ class StepTimer:
 
     # sync rounds
 
+    def shorten_warm_up(self) -> None:
+        """Time the second step already; the same on all ranks."""
+        self._warm_up.shorten()
+
     def measure_work(self, features: int) -> None:
         """Report ``features`` numbers of each step's work beside its times; the same on all ranks."""
         self._rows.measure_work(features)

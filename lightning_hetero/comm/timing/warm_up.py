@@ -26,6 +26,10 @@ class WarmUp:
         self._changed: list[float] | None = None  # seconds of the steps since the size changed to a new one
         self._costs: deque[float] = deque(maxlen=settings.change_costs)
 
+    def shorten(self) -> None:
+        """Leave out no more than one step: a density waits for the next, whose rough time is better than none."""
+        self._skip = min(self._skip, 1)
+
     def change_size(self, size: int) -> None:
         """Note that the step that begins has another size than the one before."""
         if self.size is not None:

@@ -3,7 +3,8 @@
 Extends the planner of the total, :mod:`lightning_hetero.core.policies.goodput`, by the messages: a total is worth its
 goodput at the density that suits it best. The time model learns from timings without the messages, so it predicts a
 step that sends nothing; the link predicts what each density adds. The density goes to its optimum at once, as that of
-``compression="auto"`` does; before any step it is that of the link alone, as if computing took no time.
+``compression="auto"`` does. Before any step it is that of the link alone, as if computing took no time; the first sync
+round, after two steps, adds the computing time as it was measured, which the time model learns from a few more steps.
 """
 
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from lightning_hetero.core.batching.goodput import Candidate, Window
 from lightning_hetero.core.batching.plan import NO_LIMIT, BatchPlan
+from lightning_hetero.core.compression.auto import Computing
 from lightning_hetero.core.compression.bayesian_search import ProfilePenalty
 from lightning_hetero.core.compression.objective import (
     DensityChoice,
@@ -37,8 +39,8 @@ DENSITIES = 129
 LEAST_GAIN = 0.005
 """Least predicted gain for which the density changes. Around the optimum that takes a factor of two in density, so
 timing jitter hardly triggers a change."""
-SPLIT_STEPS = 8
-"""Steps that a decision on split and total waits for. The density follows from fewer, where these are long."""
+FIRST_STEPS, SPLIT_STEPS = 5, 8
+"""Steps that the first decision on split and total waits for, and each later one. The density follows from fewer."""
 
 
 @checked_keywords
@@ -129,21 +131,25 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         seen = without_messages(observations, context.link)
         if self.waiting is not None:
             seen = self.waiting.followed_by(seen)
-        if self.model.knows(context) and seen.num_steps < SPLIT_STEPS and not context.epoch_begins:
+        needed = SPLIT_STEPS if self.model.knows(context) else FIRST_STEPS
+        if seen.num_steps < needed and not context.epoch_begins:
             split = Decision(replace(planner, waiting=seen))
         else:
             context = replace(context, elapsed=max(context.elapsed or 0, seen.num_steps))
             split = super(TimeToAccuracyPlanner, replace(planner, waiting=None)).decide(seen, current, context)
         planner, proposal = cast(TimeToAccuracyPlanner, split.planner), split.proposal
         link, cluster = planner._link(context), planner.model.cluster(replace(context, accumulation=1))
-        if link is None or cluster is None:
+        if link is None or not (cluster or seen.num_steps):
             return split
         plan = current
         if proposal is not None:
             plan = proposal.plan
             split = replace(split, proposal=planner._whole_steps(proposal, current, context))
         total = plan.total_batch_size * planner.accumulation
-        seconds = cluster.accumulated(planner.accumulation).step_time(plan.local_batch_sizes)
+        if cluster is None:  # as in compression="auto"
+            seconds = planner.accumulation * Computing.of(seen).whole
+        else:
+            seconds = cluster.accumulated(planner.accumulation).step_time(plan.local_batch_sizes)
         choice = planner.choose(total, seconds, link)
         soon = split.soon or choice.density != link.density
         planner = replace(planner, density=choice.density, choice=choice)

@@ -87,6 +87,9 @@ class VirtualRounds:
         if isinstance(self.planner, TimeToAccuracyPlanner):
             self.planner, self._watches = self.planner.begin(messages.see()), True
             messages.density = self.planner.density or messages.density
+            assert isinstance(self.timer, VirtualTimer)
+            self.timer.shorten_warm_up()
+            self.schedule.begin_early(0)
 
     def begin(self, cluster: ClusterState, total: int, step: int = 0) -> None:
         """Begin a run, or go on with other workers as one that was started anew from its checkpoint."""
