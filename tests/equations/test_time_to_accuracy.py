@@ -132,6 +132,24 @@ def test_after_two_steps_the_density_is_near_the_best_for_measured_link_and_comp
     assert objective(result.densities[2]) < 1.03 * min(map(objective, np.geomspace(0.001, 0.3, 200)))
 
 
+@pytest.mark.parametrize("lost", [0.0, 0.23, 0.5])
+@pytest.mark.parametrize("mbit", [100, 500])
+def test_what_stale_messages_cost_computing_is_measured(mbit, lost, seed):
+    """Computing gets longer by a share of the time that a message is under way; 0.23 is 30 % where one always is."""
+    devices = [DeviceProfile(0.0, 0.02, slow * 1e-3, 0.02, jitter=0.05) for slow in (2, 5)]
+    link = LinkProfile(gradient_bytes=160e6, rate=mbit * 125e3, latency=LATENCY, jitter=0.1, contention=lost)
+    settings = {"compression": BlockTopK(warmup_steps=0), "staleness": 1, "seed": seed}
+    result = ClusterSimulator(devices, 64, link=link, policy=planner(), **settings).run(160)
+    alone = max(0.04 + size * slow * 1e-3 for size, slow in zip((46, 18), (2, 5), strict=True))
+
+    def objective(density):
+        sent = LATENCY + 160e6 / 64 * density / 2 * 34 / link.rate
+        return (1.0 + density_penalty(density)) * max(alone + lost * sent, sent)
+
+    reached = float(np.median([objective(density) for density in result.densities[40:]]))
+    assert reached < 1.06 * min(map(objective, np.geomspace(0.001, 0.3, 200)))
+
+
 def test_of_few_long_steps_the_density_follows_and_the_split_waits_for_more():
     training = Training(planner(), density=0.1).run(75e6, 2)
     before, plan = training.density, training.plan

@@ -21,6 +21,7 @@ __all__ = [
     "DensityChoice",
     "density_penalty",
     "minimise_time_to_accuracy",
+    "step_seconds",
     "time_to_accuracy",
 ]
 
@@ -55,6 +56,16 @@ def density_penalty(density: Numbers) -> Numbers:
     return cast(Numbers, PER_DECADE * np.log10(1.0 / density))
 
 
+def step_seconds(compute: Numbers, transfer: Numbers, *, stale: bool, drag: float = 0.0) -> Numbers:
+    """Return the seconds of a step: a synchronous message adds all of its time, a stale one a share, the drag.
+
+    Example:
+        >>> [float(step_seconds(3.0, 2.0, stale=stale, drag=0.25)) for stale in (False, True)]
+        [5.0, 3.5]
+    """
+    return cast(Numbers, np.maximum(compute + drag * transfer, transfer) if stale else compute + transfer)
+
+
 @dataclass(frozen=True)
 class DensityChoice:
     """A density and a total batch, and the predictions for them.
@@ -67,6 +78,7 @@ class DensityChoice:
         transfer: seconds that its messages take at this density.
         least: seconds that they take at the least density allowed.
         stale: whether messages travel while the next step computes; if not, every step waits for its own.
+        drag: seconds by which computing gets longer for each second of a stale message.
 
     Example:
         >>> choice = DensityChoice(0.01, 64, objective=0.002, compute=0.1, transfer=0.02, least=0.002)
@@ -81,11 +93,12 @@ class DensityChoice:
     transfer: float
     least: float
     stale: bool = False
+    drag: float = 0.0
 
     @property
     def step_time(self) -> float:
         """Predicted seconds of a step."""
-        return max(self.compute, self.transfer) if self.stale else self.compute + self.transfer
+        return float(step_seconds(self.compute, self.transfer, stale=self.stale, drag=self.drag))
 
     @property
     def communication_bound(self) -> bool:
@@ -117,6 +130,7 @@ def minimise_time_to_accuracy(
     transfer: Callable[[Array], Array],
     penalty: Callable[[Array, Array], Array],
     stale: bool = True,
+    drag: float = 0.0,
 ) -> list[DensityChoice]:
     """Find the density of least time to accuracy of each total under the bandwidth constraint (S eq. 1, 5, 6).
 
@@ -131,6 +145,7 @@ def minimise_time_to_accuracy(
         transfer: seconds that the messages of a step take at a density, above 0, increasing; takes and gives arrays.
         penalty: extra samples that a density and a total cost, as a share, above -1; takes and gives arrays.
         stale: whether messages travel while the next step computes.
+        drag: seconds by which computing gets longer for each second of a stale message.
 
     Raises:
         ValueError: if there is no density, or a penalty is -1 or less.
@@ -148,12 +163,12 @@ def minimise_time_to_accuracy(
     extra = np.broadcast_to(penalty(densities, totals), (len(totals), len(densities)))
     if extra.min() <= -1.0:
         raise ValueError(f"penalty(density, total) = {extra.min()} must be above -1: a share of extra samples.")
-    step = np.maximum(compute, sent) if stale else compute + sent
+    step = step_seconds(compute, sent, stale=stale, drag=drag)
     values = time_to_accuracy(totals, step, extra)
-    fitting = np.where(sent <= compute, values, np.inf) if stale else values
+    fitting = np.where(sent <= compute + drag * sent, values, np.inf) if stale else values
     return [
         DensityChoice(
-            float(densities[at]), total, float(values[row, at]), seconds, float(sent[at]), float(sent[0]), stale
+            float(densities[at]), total, float(values[row, at]), seconds, float(sent[at]), float(sent[0]), stale, drag
         )
         for row, (at, (total, seconds)) in enumerate(zip(fitting.argmin(axis=1), step_times.items(), strict=True))
     ]

@@ -11,6 +11,7 @@ from lightning_hetero.core.observations import StepObservations
 
 __all__ = ["MessageLink", "without_messages"]
 
+COMPUTING = "data_wait", "forward", "optimizer", "backward", "first_bucket"
 Densities = TypeVar("Densities", float, npt.NDArray[np.float64])
 
 
@@ -50,10 +51,11 @@ class MessageLink:
         return self.latency + self.message_size.bytes(density) / min(self.rates)
 
 
-def without_messages(observations: StepObservations, link: MessageLink | None) -> StepObservations:
+def without_messages(observations: StepObservations, link: MessageLink | None, drag: float = 0.0) -> StepObservations:
     """Return the steps as if they had sent nothing: synchronization and step time shorter by the messages' time.
 
-    If messages are stale, synchronization and step time say nothing about computing: they become 0 and NaN.
+    If messages are stale, synchronization and step time say nothing about computing: they become 0 and NaN. Computing
+    gets shorter by ``drag`` of the time that a message was under way.
 
     Example:
         >>> zeros = np.zeros((1, 2))
@@ -64,10 +66,12 @@ def without_messages(observations: StepObservations, link: MessageLink | None) -
     """
     if link is None:
         return observations
+    seconds = link.seconds or 0.0
     if link.stale:
         nothing = np.zeros_like(observations.last_sync)
-        return replace(observations, last_sync=nothing, step_time=nothing * np.nan)
-    seconds = link.seconds or 0.0
+        alone = 1.0 - drag * np.minimum(seconds / np.maximum(observations.compute, 1e-9), 1.0)
+        parts = {name: alone * getattr(observations, name) for name in COMPUTING}
+        return replace(observations, last_sync=nothing, step_time=nothing * np.nan, **parts)
     return replace(
         observations,
         last_sync=np.maximum(observations.last_sync - seconds, 0.0),

@@ -22,9 +22,11 @@ from lightning_hetero.core.compression.objective import (
     DensityChoice,
     density_penalty,
     minimise_time_to_accuracy,
+    step_seconds,
 )
 from lightning_hetero.core.keywords import checked_keywords
 from lightning_hetero.core.link.bandwidth import idle_rate
+from lightning_hetero.core.link.contention import Contention
 from lightning_hetero.core.link.message_link import MessageLink, without_messages
 from lightning_hetero.core.observations import StepObservations
 from lightning_hetero.core.policies.base import Decision, PlanContext, Proposal
@@ -60,6 +62,7 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         profile: extra samples by density and total, ``None`` without a profile.
         idle_rule: estimate rates by the share of time that workers idle, as the paper does, not by transfers.
         bandwidth: bytes per second of the slowest worker by that rule, ``None`` before the first.
+        contention: what computing loses to stale messages under way.
         waiting: steps that the split and the total wait for more of.
         density: newest decision, possibly of an earlier run; ``None`` before there is one.
         choice: newest decision with its predictions, ``None`` before there is one.
@@ -84,6 +87,7 @@ class TimeToAccuracyPlanner(GoodputPlanner):
     profile: ProfilePenalty | None = None
     idle_rule: bool = False
     bandwidth: float | None = None
+    contention: Contention = Contention()
     waiting: StepObservations | None = None
     density: float | None = None
     choice: DensityChoice | None = None
@@ -123,12 +127,12 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         if link is None:
             return 0.0
         transfer = link.transfer(link.density)
-        return max(transfer - computing, 0.0) if link.stale else transfer
+        return float(step_seconds(computing, transfer, stale=link.stale, drag=self.contention.drag)) - computing
 
     def decide(self, observations: StepObservations, current: BatchPlan, context: PlanContext) -> Decision:
         """Learn from the observations; propose the best total with its split, and choose the density for it."""
         planner = self._observe(observations, context)
-        seen = without_messages(observations, context.link)
+        seen = without_messages(observations, context.link, planner.contention.drag)
         if self.waiting is not None:
             seen = self.waiting.followed_by(seen)
         needed = SPLIT_STEPS if self.model.knows(context) else FIRST_STEPS
@@ -180,7 +184,12 @@ class TimeToAccuracyPlanner(GoodputPlanner):
 
     def _best(self, step_times: Mapping[int, float], densities: Array, link: MessageLink) -> list[DensityChoice]:
         return minimise_time_to_accuracy(
-            step_times, densities, transfer=link.transfer, penalty=self.extra, stale=link.stale
+            step_times,
+            densities,
+            transfer=link.transfer,
+            penalty=self.extra,
+            stale=link.stale,
+            drag=self.contention.drag,
         )
 
     def windows(self, total: int, context: PlanContext) -> tuple[Window, ...]:
@@ -210,8 +219,15 @@ class TimeToAccuracyPlanner(GoodputPlanner):
         return link if self.bandwidth is None else replace(link, rates=(self.bandwidth,))
 
     def _observe(self, observations: StepObservations, context: PlanContext) -> "TimeToAccuracyPlanner":
-        """Update the rate by the paper's rule, from the first measurement on, if ``idle_rule`` is set."""
+        """Update what stale messages cost and, if ``idle_rule`` is set, the rate by the paper's rule."""
         link = context.link
+        if link is not None and link.stale and link.seconds is not None and observations.num_steps:
+            sizes, own = observations.splits()[-1]
+            first = min(own.start + 1, observations.num_steps - 1)  # the first step may have had older messages
+            computing = float(np.median(observations.compute[first:], axis=0).max())
+            which = (*sizes.tolist(), context.accumulation)
+            found = self.contention.observe(which, max(computing, 1e-9), link.seconds)
+            self = replace(self, contention=found)
         if not self.idle_rule or link is None or not link.rates or link.seconds is None:
             return self
         if self.bandwidth is None:

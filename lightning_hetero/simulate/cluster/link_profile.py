@@ -31,6 +31,7 @@ class LinkProfile:
         latency: seconds of each bucket's all-reduce beside its bytes, ``>= 0``.
         buckets: number of buckets, ``>= 1``.
         gamma: share of the backward pass before the first bucket is ready, 0 to 1.
+        contention: share of a stale message's time by which computing gets longer that it covers, 0 to below 1.
         jitter: relative standard deviation of a factor on the seconds of a step's all-reduces, ``>= 0``.
         trace: ``(seconds, rate)`` pairs: from that second of the virtual clock on, the link has that rate. Before the
             first pair, it is ``rate``.
@@ -53,11 +54,13 @@ class LinkProfile:
     buckets: int = 5
     gamma: float = 0.12
     jitter: float = 0.0
+    contention: float = 0.0
     trace: Sequence[tuple[float, float]] = ()
 
     def __post_init__(self) -> None:
         for name, high in (("gradient_bytes", inf), ("latency", inf), ("gamma", 1.0), ("jitter", inf)):
             object.__setattr__(self, name, check_number(name, getattr(self, name), low=0.0, high=high))
+        check_number("contention", self.contention, low=0.0, high=0.99)
         object.__setattr__(self, "rate", _checked_rate("rate", self.rate))
         check_int("buckets", self.buckets, minimum=1)
         object.__setattr__(self, "trace", _checked_trace(self.trace))

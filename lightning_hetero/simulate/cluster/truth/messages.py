@@ -34,7 +34,7 @@ class MessageExchange:
 
     Example:
         >>> exchange = MessageExchange(BlockTopK(density=0.1), LinkProfile(gradient_bytes=4e6, rate=1e6), workers=2)
-        >>> ends, begins = exchange.run(np.ones((2, 2)), np.ones(2), clock=0.0)
+        >>> ends, begins, _ = exchange.run(np.ones((2, 2)), np.ones(2), clock=0.0)
         >>> ends.round(2).tolist(), begins.round(2).tolist()
         ([1.11, 1.11], [0.0, 1.11])
     """
@@ -69,8 +69,8 @@ class MessageExchange:
         """Return the seconds of a step's messages at the rate of a second of the clock."""
         return self.link.latency + self.bytes_now / self.link.rate_at(at)
 
-    def run(self, compute: Array, factors: Array, clock: float) -> tuple[Array, Array]:
-        """Return the seconds of some steps, and when each begins.
+    def run(self, compute: Array, factors: Array, clock: float) -> tuple[Array, Array, Array]:
+        """Return the seconds of some steps, when each begins, and what each worker computes for beside messages.
 
         Args:
             compute: seconds that each worker computes in each step, shape ``(steps, workers)``.
@@ -80,7 +80,10 @@ class MessageExchange:
         seconds, begins, num_bytes = np.empty(len(compute)), np.empty(len(compute)), self.bytes_now
         if clock > self._starts.max() + 1e-9:  # after a sync round or a restart, for which all wait
             self._starts = np.maximum(self._starts, clock)
-        for t, own in enumerate(compute):
+        taken, lost = np.empty_like(compute), self.link.contention
+        for t, alone in enumerate(compute):
+            covered = np.maximum(self._arrival - self._starts, 0.0)  # by the message of the step before
+            taken[t] = own = np.minimum(alone / (1.0 - lost), alone + lost * covered)
             ready = self._starts + own
             last, leaves = float(ready.max()), max(float(ready.max()), self._arrival)
             before = self._arrival
@@ -90,7 +93,7 @@ class MessageExchange:
             self._starts = np.maximum(ready, before if self.stale else self._arrival)
             end = float(self._starts.max())
             seconds[t], begins[t], clock = end - clock, clock, end
-        return seconds, begins
+        return seconds, begins, taken
 
     def see(self) -> MessageLink:
         """End a sync round: return the link as planners see it, after the messages since the last one.

@@ -118,7 +118,9 @@ class StepRunner:
         shares, first = cluster.link.ready_shares, factors.first
         messages = self._messages
         if messages is not None:  # one, that leaves when all gradients are there
-            ends, begins = messages.run(a + p, factors.link, self.clock)
+            ends, begins, taken = messages.run(a + p, factors.link, self.clock)
+            slowed = taken / np.maximum(a + p, 1e-300)
+            a, p = a * slowed, p * slowed
             done, first = ends[:, None], shares[0] * (np.ones_like(a) if first is None else first)
             shares = np.ones(1)
         elif cluster.link.trace:
