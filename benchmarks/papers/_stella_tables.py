@@ -95,7 +95,8 @@ def choices(noise_scale=1000.0):
             penalty=penalty,
             stale=True,
         )
-        rows.append({"what": "choice", "mbit": mbit, "density": found.density, "total": found.total_batch_size})
+        best = min(found, key=lambda choice: choice.objective)
+        rows.append({"what": "choice", "mbit": mbit, "density": best.density, "total": best.total_batch_size})
     return rows
 
 
