@@ -7,7 +7,11 @@ costs, 0.03 or 0.3. The best of all fixed densities is chosen in hindsight. ``au
 ``compression="auto"`` finds at the first rate of the trace, without the dense steps that it takes to find it. Messages
 are synchronous in all trainings of a row, or all stale, so that what staleness costs in samples cancels out.
 
-    python benchmarks/density.py                       # six minutes
+``at_once`` is a controller that holds a sync round after every step, for nothing: none can react to a link that falls
+before the first slow message has arrived. Its estimate of a rate that rises is as slow by the second as the
+controller's, whose rounds are about a second apart.
+
+    python benchmarks/density.py                       # ten minutes
     python benchmarks/density.py --only outages sine   # some traces
 """
 
@@ -21,6 +25,7 @@ from hardware import write_table
 from lightning_hetero import BlockTopK
 from lightning_hetero.core import TimeToAccuracyPlanner
 from lightning_hetero.core.compression.auto import Computing, LinkMeasurement, choose_density
+from lightning_hetero.core.link import message_times
 from lightning_hetero.simulate import ClusterSimulator, DeviceProfile, LinkProfile
 
 HERE = Path(__file__).parent
@@ -51,7 +56,7 @@ def traces():
     return {name: [(float(s), MBIT * float(r)) for s, r in zip(*pair, strict=True)] for name, pair in found.items()}
 
 
-def simulated(model, trace, policy, density, stale, seed):
+def simulated(model, trace, policy, density, stale, seed, **rounds):
     """Seconds at which each step ended, and its density."""
     size, computing = MODELS[model]
     profiles = [
@@ -60,7 +65,7 @@ def simulated(model, trace, policy, density, stale, seed):
     link = LinkProfile(gradient_bytes=size, rate=trace[0][1], latency=LATENCY, jitter=0.1, trace=trace)
     simulator = ClusterSimulator(
         profiles, TOTAL, link=link, policy=policy, seed=seed, staleness=int(stale),
-        compression=BlockTopK(density=density, warmup_steps=0),
+        compression=BlockTopK(density=density, warmup_steps=0), **rounds,
     )  # fmt: skip
     while simulator.clock < SECONDS:
         simulator.advance(8)
@@ -73,6 +78,16 @@ def useful(run, until, per_decade):
     begins = np.array([0.0, *ends[:-1]])
     share = np.clip((until - begins) / (ends - begins), 0.0, 1.0)
     return float((share * TOTAL / (1.0 + per_decade * np.log10(1.0 / densities))).sum() / until)
+
+
+def at_once(model, trace, stale, seed):
+    """The same of a controller whose rounds follow every step."""
+    usual = message_times.FASTER
+    message_times.FASTER = usual * min(MODELS[model][1], 1.0)
+    try:
+        return simulated(model, trace, TimeToAccuracyPlanner(), 0.1, stale, seed, replan=1, round_seconds=0.0)
+    finally:
+        message_times.FASTER = usual
 
 
 def chosen_once(model, trace, stale):
@@ -90,6 +105,7 @@ def rows_of(model, name, trace, stale, seeds):
     others = {
         "auto": [simulated(model, trace, "perf_model", once, stale, seed) for seed in range(seeds)],
         "controller": [simulated(model, trace, TimeToAccuracyPlanner(), 0.1, stale, seed) for seed in range(seeds)],
+        "at_once": [at_once(model, trace, stale, seed) for seed in range(seeds)],
     }
     for until, per_decade in [
         (SECONDS, PER_DECADE[0]),
