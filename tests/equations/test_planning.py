@@ -264,7 +264,7 @@ def test_the_level_follows_the_newest_round_at_a_known_size_and_at_a_new_one():
 
 def test_a_new_worker_beside_a_known_one_has_no_level_and_waiting_is_not_the_links_time():
     both = observed((10.0,), (0.1,)).select(("a", "b")).observe(np.full(2, 10.0), np.ones((8, 2)), np.ones((8, 2)), 8)
-    assert both.level[1] == 0
+    assert (both.level[1], both.drift[1]) == (0.0, 0.0)
     first, last, sync = np.array([[1.2, 1.0], [1.0, 1.0]]), np.array([[1.0, 1.5], [1.0, 1.0]]), np.ones((2, 2))
     sync[1] = 0.2  # in the first step, both workers wait, one with its first bucket and the other with its last
     seen = StepObservations(np.ones((2, 2)), first, last, 0.2 * last, sync, sync, sync)
@@ -375,7 +375,7 @@ def test_a_trial_waits_for_three_steps_of_its_split():
     for decision in (few, other):
         assert (decision.proposal is not None, decision.planner.trial) == (True, None)
     window = replace(ctx, accumulation=4)
-    assert new.decide(seen, even, window).planner.trial.seconds == pytest.approx(first.planner.trial.seconds)
+    assert new.decide(seen, even, window).planner.trial.seconds == pytest.approx(4 * first.planner.trial.seconds)
     both = seen_of((30, 10), (0.03, 0.03)).followed_by(seen)
     assert new.decide(both, even, ctx).planner.trial.seconds == pytest.approx(first.planner.trial.seconds)
 
@@ -385,6 +385,23 @@ def test_no_trial_outlives_its_ranks_or_its_total():
     other = replace(ctx, identities=("host-0", "host-9"))
     assert first.planner.observe(seen_of((20, 20), (0.02, 0.06)), other).trial is None
     assert first.planner.observe(seen_of((30, 30), (0.03, 0.09)), replace(ctx, total_batch_size=60)).trial is None
+    assert first.planner.observe(seen_of((20, 20), (0.02, 0.06)), replace(ctx, accumulation=4)).trial is None
+
+
+def test_a_gain_that_came_true_is_credited_in_windows_too():
+    """The all-reduce takes as long as six micro-batches, and once for eight."""
+    ctx = context(40, 2, accumulation=8)
+
+    def seen(sizes, seconds):
+        one = seen_of(sizes, seconds)
+        return replace(one, last_sync=np.full_like(one.forward, 0.2))
+
+    first = PerfModelPlanner().decide(seen((20, 20), (0.02, 0.06)), even_plan(ctx), ctx)
+    assert first.planner.trial.gain < 0.5
+    expected = first.planner.optimum(ctx).step_time
+    plan = first.proposal.plan
+    seconds = (expected - 0.2) / 8
+    assert first.planner.decide(seen(plan.local_batch_sizes, (seconds, seconds)), plan, ctx).planner.credit > 0.95
 
 
 @pytest.mark.parametrize(
@@ -529,6 +546,11 @@ def test_reasons_name_what_is_known():
     assert "% less" in first.proposal.reason
     again = first.planner.decide(seen_of((33, 7), (0.033, 0.09)), first.proposal.plan, ctx)
     assert "first split" not in again.proposal.reason
+    doubtful, even = PerfModelPlanner(credit=0.5), even_plan(ctx)
+    for name, known in (("hysteresis", {"hysteresis": 0.4}), ("cost", {"change_cost": 1e6})):
+        kept = doubtful.decide(seen_of((20, 20), (0.02, 0.06)), even, replace(ctx, **known)).kept
+        assert name in kept
+        assert "believed" in kept
     probe = PerfModelPlanner().decide(seen_of((2, 2), (0.07, 0.05)), even_plan(context(4, 2)), context(4, 2))
     assert "% more" in probe.proposal.reason
     many = context(60, 6, max_local=(10,) * 6)

@@ -31,7 +31,7 @@ class Forecast:
     workers: WorkerTimes
     link: tuple[float, float, float]
     context: PlanContext
-    _known: dict[bytes, float] = field(default_factory=dict, init=False)  # a decision asks for the same split again
+    _expected: dict[bytes, float] = field(default_factory=dict, init=False)  # a decision asks for the same split again
 
     @cached_property
     def curves(self) -> Curves:
@@ -67,11 +67,11 @@ class Forecast:
 
     def seconds(self, sizes: Array) -> float:
         """Return the expected seconds of a step, which waits for the slowest worker in it."""
-        if (known := self._known.get(key := sizes.tobytes())) is not None:
+        if (known := self._expected.get(key := sizes.tobytes())) is not None:
             return known
         ends = self._ends(sizes)
         single = (ends[0] - self.link[2]) * self.workers.jitter
-        return self._known.setdefault(key, expected_maximum(ends.max(axis=0), single)[0])
+        return self._expected.setdefault(key, expected_maximum(ends.max(axis=0), single)[0])
 
     def _ends(self, sizes: Array) -> Array:
         at, seconds = self.curves

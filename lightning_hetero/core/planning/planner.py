@@ -63,12 +63,14 @@ class Trial(NamedTuple):
         error: their standard error.
         gain: predicted gain, as a share.
         split: split that it changed to.
+        accumulation: micro-batches of a step.
     """
 
     seconds: float
     error: float
     gain: float
     split: Split
+    accumulation: int = 1
 
 
 @checked_keywords
@@ -153,8 +155,13 @@ class PerfModelPlanner:
         slow = int(forecast.finish(forecast.sizes(split)).argmax())
         if split[slow] > forecast.bounds[0][slow]:
             return plan
-        bounds: dict[str, Any] = {name: getattr(context, name) for name in ("min_local", "max_local", "multiple")}
-        found = solve_optperf(self._lines(forecast), context.total_batch_size, **bounds)
+        found = solve_optperf(
+            self._lines(forecast),
+            context.total_batch_size,
+            min_local=context.min_local,
+            max_local=context.max_local,
+            multiple=context.multiple,
+        )
         return replace(plan, leave_out=found.leave_out, step_time_without=found.step_time_without)
 
     # learning
@@ -180,7 +187,7 @@ class PerfModelPlanner:
             link=self.link.observe(seen, context.accumulation),
             ranks=context.identities,
             steps=self.steps + elapsed,
-            credit=self.credit + (1.0 - self.credit) * (1.0 - math.exp(-elapsed / RECOVERY)),
+            credit=1.0 - (1.0 - self.credit) * math.exp(-elapsed / RECOVERY),
         )
         return replace(planner, trial=None) if jumped.any() or self.ranks != context.identities else planner
 
@@ -191,23 +198,25 @@ class PerfModelPlanner:
         planner = self
         took = seen.step_time[np.isfinite(seen.step_time).all(axis=1)].max(axis=1)
         if len(took):
-            off = math.log(max(winsorized_mean(took), 1e-9) / forecast.seconds(forecast.sizes(split))) - self.excess
-            if off + self.excess > LEAST_EXCESS:  # what is far shorter than its slowest worker is no step
-                planner = replace(planner, excess=min(self.excess + EXCESS_GAIN * off, MOST_EXCESS))
-        trial = self.trial
-        if trial is not None and sum(trial.split) != sum(split):
+            excess = math.log(max(winsorized_mean(took), 1e-9) / forecast.seconds(forecast.sizes(split)))
+            if excess > LEAST_EXCESS:  # what is far shorter than its slowest worker is no step
+                followed = self.excess + EXCESS_GAIN * (excess - self.excess)
+                planner = replace(planner, excess=min(followed, MOST_EXCESS))
+        trial, accumulation = self.trial, forecast.context.accumulation
+        if trial is not None and (sum(trial.split), trial.accumulation) != (sum(split), accumulation):
             return replace(planner, trial=None)
         if trial is None or trial.split != split or seen.num_steps < 3:
             return planner
-        seconds, error = self._measured(seen)
+        seconds, error = self._measured(seen, accumulation)
         gained = 1.0 - seconds / trial.seconds + 2.0 * math.hypot(error, trial.error) / trial.seconds
         drifting = float(forecast.workers.drifting.mean())
         kept = min(max(gained / trial.gain, -1.0), 1.0) * (1.0 - drifting) + drifting
         return replace(planner, trial=None, credit=max(0.5 * (self.credit + kept), LEAST_CREDIT))
 
-    def _measured(self, seen: StepObservations) -> tuple[float, float]:
-        """Return the mean seconds of a micro-batch of its slowest worker, and their error."""
-        ends = step_ends(seen.outside_backward, seen.backward, self.link.at(seen.forward.shape[1]))
+    def _measured(self, seen: StepObservations, accumulation: int) -> tuple[float, float]:
+        """Return the mean seconds of a step by its slowest worker, and their error."""
+        link = self.link.at(seen.forward.shape[1])
+        ends = step_ends(seen.outside_backward, seen.backward, link, accumulation)
         took = winsorize_top(np.maximum(*ends).max(axis=1))  # odd steps must not excuse a split that gains nothing
         return float(took.mean()), float(took.std()) / len(took) ** 0.5
 
@@ -238,11 +247,13 @@ class PerfModelPlanner:
         context, here, best = forecast.context, current.local_batch_sizes, forecast.best
         running, planned = forecast.sizes(here), forecast.sizes(best)
         scaled = running * (context.total_batch_size / current.total_batch_size)
-        step = forecast.seconds(scaled)
-        gain = 1.0 - forecast.seconds(planned) / step
+        step = forecast.seconds(scaled) * math.exp(self.excess)
+        gain = 1.0 - forecast.seconds(planned) / forecast.seconds(scaled)
         apart = 1.0 - float(forecast.finish(planned).max() / forecast.finish(scaled).max())  # of mean times
         worth, chance = self.credit * gain, self._chance(forecast, scaled)
-        other = f"{split_text(best, by_cost=current.cost is not None, most=3)} would take {max(gain, 0.0):.1%} less"
+        believed = f", {self.credit:.0%} of which is believed" if self.credit < 0.995 else ""
+        shown = split_text(best, by_cost=current.cost is not None, most=3)
+        other = f"{shown} would take {max(gain, 0.0):.1%} less{believed}"
         if self.credit * apart > chance and worth > LEAST_GAIN:
             if worth < context.hysteresis:
                 return Decision(self, kept=f"the predicted gain is below hysteresis={context.hysteresis:g}: {other}")
@@ -250,7 +261,8 @@ class PerfModelPlanner:
                 return Decision(self, kept=_costs_too_much(other, step))
             rows, trial = (seen.local_batch_sizes == running).all(axis=1), None
             if rows.sum() >= 3 and current.total_batch_size == context.total_batch_size:
-                trial = Trial(*self._measured(seen.rows(rows)), gain, best)
+                before = self._measured(seen.rows(rows), context.accumulation)
+                trial = Trial(*before, gain, best, context.accumulation)
             change = self._change(self._why(forecast, first=first), here, best, forecast)
             return Decision(replace(self, trial=trial), change, soon=gain > SOON)
         if best != here:
@@ -258,10 +270,10 @@ class PerfModelPlanner:
             if self.credit * apart > chance:
                 kept = f"there is too little to gain: {other}"
             return Decision(self, kept=kept, soon=gain > SOON and self.steps < YOUNG)
-        if (probe := self._probe(forecast, running)) is None:
+        if (probe := self._probe(forecast, running, step)) is None:
             return Decision(self, kept=_why_optimal(current, forecast))
         why = "a sample moves from the slowest to the fastest, to learn what it costs"
-        costs = forecast.seconds(forecast.sizes(probe)) >= step  # then it is undone early
+        costs = forecast.seconds(forecast.sizes(probe)) >= forecast.seconds(scaled)  # then it is undone early
         return Decision(replace(self, trial=None), self._change(why, here, probe, forecast), soon=costs)
 
     def _change(self, why: str, here: Split, split: Split, forecast: Forecast) -> Proposal:
@@ -288,7 +300,7 @@ class PerfModelPlanner:
             unlucky *= UNEQUAL * (1.0 - float(workers.drifting.mean()))  # no later round knows more of drifts
         return float(unlucky * workers.errors(sizes)[forecast.finish(sizes).argmax()])
 
-    def _probe(self, forecast: Forecast, sizes: Array) -> Split | None:
+    def _probe(self, forecast: Forecast, sizes: Array, step: float) -> Split | None:
         """Return the split with one unit moved from the slowest worker to the fastest; ``None`` if two sizes ran."""
         context, workers, (low, high), finish = (
             forecast.context,
@@ -300,7 +312,7 @@ class PerfModelPlanner:
         if (workers.steps > 0).sum(axis=1).max() > 1 or sizes[slow] <= low[slow] or sizes[fast] >= high[fast]:
             return None
         most = 1.0 - float(finish.mean() / finish.max())  # about what another split may gain
-        if most <= context.hysteresis or not self.pays(most, float(finish.max()), context):
+        if most <= context.hysteresis or not self.pays(most, step, context):
             return None
         errors = workers.errors(sizes) * finish
         if finish[slow] - finish[fast] < PROBE * math.hypot(errors[slow], errors[fast]):

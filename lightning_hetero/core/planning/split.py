@@ -19,7 +19,7 @@ def finish_times(curves: Curves, sizes: Array) -> Array:
 
 
 def most_samples(curves: Curves, time: float, workers: int) -> Array:
-    """Return the samples that each worker finishes within some seconds, in which it finishes 0 of them."""
+    """Return the samples that each worker finishes within some seconds, at least its fixed time."""
     at, seconds = curves
     (x, dx), (y, dy) = stretches(seconds, time, at, seconds)
     most = x + dx * np.where(dy > 1e-15, (time - y) / np.maximum(dy, 1e-15), 1e15)  # flat: any number

@@ -169,7 +169,7 @@ class WorkerTimes:
         odds = self.drift + 0.5 * min(len(self.drift), 4) * max(float(self.drift.mean()), 0.0) - DRIFT_ODDS
         return np.asarray(1.0 / (1.0 + np.exp(-odds)))
 
-    def _lines(self) -> tuple[Array, Array, Array, Array]:
+    def _fitted(self) -> tuple[Array, Array, Array, Array]:
         """Return a point on each worker's lines, their slopes, and the elasticity that workers usually have.
 
         Elasticities are those of a size at that point: 1 without a fixed part of the time, 0 if all of it is fixed.
@@ -198,7 +198,7 @@ class WorkerTimes:
 
         Sizes, rising from 0, shape ``(points, workers)``, and seconds, not falling, shape ``(2, points, workers)``.
         """
-        size, seconds, slope, usual = self._lines()
+        size, seconds, slope, usual = self._fitted()
         there = self.steps > 0
         # a worker that ran at fewer sizes than others repeats its greatest one
         point = np.where(there, np.arange(SIZES), self.size.argmax(axis=1)[:, None])
@@ -236,7 +236,7 @@ class WorkerTimes:
 
         They have the slopes of the fitted lines, which hold over a wide range of sizes.
         """
-        size, seconds, slope, _ = self._lines()
+        size, seconds, slope, _ = self._fitted()
         line = np.maximum(seconds + slope * (sizes - size)[:, None], 1e-12)
         scale = self.parts(sizes) / line
         slopes, fixed = scale * slope, scale * np.maximum(seconds - slope * size[:, None], 0.0)
@@ -330,26 +330,26 @@ class WorkerTimes:
         off = np.where(self.known, np.log(pace / expected), 0.0)
         # of two predictions, the average of all steps and the newest level, which was closer
         seen = np.maximum(np.where(again, self.steps[each, slot], self.steps.sum(axis=1)), 1.0)
-        gain = 1.0 - np.exp(-count / MOVING)
+        weight = 1.0 - np.exp(-count / MOVING)
         bent = np.where(again, 0.0, CURVATURE**2) + 1e-6  # at a new size, times are no line
         by_points = variance * (1.0 / count + 1.0 / seen) + bent
-        by_level = variance / count * (1.0 + gain / (2.0 - gain)) + bent
+        by_level = variance / count * (1.0 + weight / (2.0 - weight)) + bent
         odds = 0.5 * (off**2 / by_points - (off - self.level) ** 2 / by_level - np.log(by_level / by_points))
-        drift = np.clip(self.drift + np.clip(odds, -MOST_EVIDENCE, MOST_EVIDENCE), -8.0, 8.0)
+        drift = np.clip(self.drift + self.known * np.clip(odds, -MOST_EVIDENCE, MOST_EVIDENCE), -8.0, 8.0)
         beyond = off - level
         least = np.maximum(JUMP * np.sqrt(by_points), MIN_JUMP)
         # at a new size, time can only be expected; but more samples than ever took less, or fewer took more, by a jump
-        there, known = self.steps > 0, self.seconds.sum(axis=2)
-        low = np.where(there & (self.size < sizes[:, None]), known, 0.0).max(axis=1)
-        high = np.where(there & (self.size > sizes[:, None]), known, np.inf).min(axis=1)
+        there, taken = self.steps > 0, self.seconds.sum(axis=2)
+        low = np.where(there & (self.size < sizes[:, None]), taken, 0.0).max(axis=1)
+        high = np.where(there & (self.size > sizes[:, None]), taken, np.inf).min(axis=1)
         now = pace * np.exp(-level)
-        odd = (now < np.exp(-MIN_NEW) * low) | (now > np.exp(MIN_NEW) * high)
-        jumped = np.where(again, np.abs(beyond) > least, odd)
+        implausible = (now < np.exp(-MIN_NEW) * low) | (now > np.exp(MIN_NEW) * high)
+        jumped = np.where(again, np.abs(beyond) > least, implausible)
         return replace(
             self,
             drift=drift,
             jumped=jumped,
-            level=np.where(jumped, 0.0, self.level + gain * (off - self.level)),
+            level=np.where(jumped, 0.0, self.level + weight * (off - self.level)),
             seconds=self.seconds * np.where(jumped, np.exp(off), 1.0)[:, None, None],
             steps=np.where(jumped[:, None], np.minimum(self.steps, 4.0), self.steps),
         )
