@@ -187,7 +187,7 @@ class WorkerTimes:
         prior = 1.0 / FIXED_SHARE**2
         # the same model runs on all of them: what some showed of its fixed part holds for those seen at one size
         sure = (information / (information + prior))[:, None]
-        own = np.clip(product / np.maximum(information, 1e-12)[:, None], 0.0, 1.0)
+        own = np.clip(product / np.maximum(information, 1e-12)[:, None], 0.0, 1.2)  # some curves are bent up
         usual = ((sure * own).sum(axis=0) + WEIGHT * USUAL) / (sure.sum() + WEIGHT)
         elasticity = np.clip((product + prior * usual) / (information + prior)[:, None], 0.0, 1.0)
         return size, seconds, elasticity * seconds / size[:, None], usual
