@@ -558,3 +558,20 @@ def test_reasons_name_what_is_known():
     assert "0, 1, 2 and 3 more" in kept
     one = context(10, 1, max_local=(10,))
     assert "bound" not in PerfModelPlanner().decide(seen_of((10,), (0.01,)), even_plan(one), one).kept
+
+
+@pytest.mark.parametrize(("fixed", "sizes"), [(0.0, (38, 2)), (0.1, (27, 13))])
+def test_an_error_tells_that_a_size_was_never_run(fixed, sizes):
+    """Sixty steps with almost no noise at 20/20 say little of other sizes."""
+    ctx, speeds = context(40, 2), np.array([0.001, 0.003])
+    planner = PerfModelPlanner().observe(seen_of((20, 20), fixed + 20 * speeds, 60, 0.002), ctx)
+    plan, true = BatchPlan(40, sizes), float((fixed + sizes * speeds).max())
+    assert abs(planner.predict(plan, ctx) - true) < 2 * planner.error(plan, ctx)
+    assert planner.error(even_plan(ctx), ctx) < 0.02 * planner.predict(even_plan(ctx), ctx)
+
+
+def test_of_two_splits_that_are_as_good_the_running_one_is_the_optimum():
+    """The slowest worker is at its minimum; how the others share the rest does not matter."""
+    ctx = context(9, 3)
+    decision = PerfModelPlanner().decide(seen_of((5, 3, 1), (0.05, 0.03, 0.5), 16), BatchPlan(9, (5, 3, 1)), ctx)
+    assert "luck" not in decision.kept

@@ -35,6 +35,8 @@ LEAST_CREDIT = 0.1
 """Share of a predicted gain that counts at least."""
 LEAST_GAIN = 0.004
 """Least gain for which the split changes, as a share of a step."""
+TIE = 1e-9
+"""Share of a step up to which another split is as good."""
 PROBE = 4.0
 """Standard errors by which the slowest worker has to differ from the fastest for a probe."""
 UNEQUAL = 0.5
@@ -250,7 +252,7 @@ class PerfModelPlanner:
         step = forecast.seconds(scaled) * math.exp(self.excess)
         gain = 1.0 - forecast.seconds(planned) / forecast.seconds(scaled)
         apart = 1.0 - float(forecast.finish(planned).max() / forecast.finish(scaled).max())  # of mean times
-        worth, chance = self.credit * gain, self._chance(forecast, scaled)
+        worth, chance = self.credit * gain, self._chance(forecast, running)
         believed = f", {self.credit:.0%} of which is believed" if self.credit < 0.995 else ""
         shown = split_text(best, by_cost=current.cost is not None, most=3)
         other = f"{shown} would take {max(gain, 0.0):.1%} less{believed}"
@@ -265,7 +267,7 @@ class PerfModelPlanner:
                 trial = Trial(*before, gain, best, context.accumulation)
             change = self._change(self._why(forecast, first=first), here, best, forecast)
             return Decision(replace(self, trial=trial), change, soon=gain > SOON)
-        if best != here:
+        if apart > TIE:
             kept = f"too little is known of the workers: {other}, and {chance:.1%} may be luck"
             if self.credit * apart > chance:
                 kept = f"there is too little to gain: {other}"

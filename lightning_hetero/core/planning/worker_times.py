@@ -169,8 +169,8 @@ class WorkerTimes:
         odds = self.drift + 0.5 * min(len(self.drift), 4) * max(float(self.drift.mean()), 0.0) - DRIFT_ODDS
         return np.asarray(1.0 / (1.0 + np.exp(-odds)))
 
-    def _fitted(self) -> tuple[Array, Array, Array, Array]:
-        """Return a point on each worker's lines, their slopes, and the elasticity that workers usually have.
+    def _fitted(self) -> tuple[Array, Array, Array, Array, Array]:
+        """Return a point on each worker's lines, their slopes, the usual elasticity, and the variance of their own.
 
         Elasticities are those of a size at that point: 1 without a fixed part of the time, 0 if all of it is fixed.
         """
@@ -190,7 +190,7 @@ class WorkerTimes:
         own = np.clip(product / np.maximum(information, 1e-12)[:, None], 0.0, 1.2)  # some curves are bent up
         usual = ((sure * own).sum(axis=0) + WEIGHT * USUAL) / (sure.sum() + WEIGHT)
         elasticity = np.clip((product + prior * usual) / (information + prior)[:, None], 0.0, 1.0)
-        return size, seconds, elasticity * seconds / size[:, None], usual
+        return size, seconds, elasticity * seconds / size[:, None], usual, 1.0 / (information + prior)
 
     @cached_property
     def curves(self) -> tuple[Array, Array]:
@@ -198,7 +198,7 @@ class WorkerTimes:
 
         Sizes, rising from 0, shape ``(points, workers)``, and seconds, not falling, shape ``(2, points, workers)``.
         """
-        size, seconds, slope, usual = self._fitted()
+        size, seconds, slope, usual, _ = self._fitted()
         there = self.steps > 0
         # a worker that ran at fewer sizes than others repeats its greatest one
         point = np.where(there, np.arange(SIZES), self.size.argmax(axis=1)[:, None])
@@ -236,7 +236,7 @@ class WorkerTimes:
 
         They have the slopes of the fitted lines, which hold over a wide range of sizes.
         """
-        size, seconds, slope, _ = self._fitted()
+        size, seconds, slope, _, _ = self._fitted()
         line = np.maximum(seconds + slope * (sizes - size)[:, None], 1e-12)
         scale = self.parts(sizes) / line
         slopes, fixed = scale * slope, scale * np.maximum(seconds - slope * size[:, None], 0.0)
@@ -244,11 +244,13 @@ class WorkerTimes:
 
     def errors(self, sizes: Array) -> Array:
         """Return the relative standard errors of the times at these sizes, shape ``(workers,)``."""
-        variance = self.jitter**2
+        variance, (size, _, _, _, elasticity) = self.jitter**2, self._fitted()
         here = np.where(self.size == sizes[:, None], self.steps, 0.0).sum(axis=1)
+        by_point = np.where(here > 0, variance / np.maximum(here, 1.0), np.inf)
         by_line = variance / np.maximum(self.steps.sum(axis=1), 1.0) + 0.5 * CURVATURE**2
+        by_line += elasticity * (sizes / size - 1.0) ** 2
         by_level = self.drifting**2 * variance / (2.0 * MOVING)
-        return np.asarray(np.sqrt(np.minimum(variance / np.maximum(here, 1.0), by_line) + by_level))
+        return np.asarray(np.sqrt(np.minimum(by_point, by_line) + by_level))
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain Python values by hardware identity, fit for any checkpoint."""
