@@ -33,8 +33,8 @@ RECOVERY = 400.0
 """Steps after which doubts about predicted gains have faded to ``1 / e``."""
 LEAST_CREDIT = 0.1
 """Share of a predicted gain that counts at least."""
-LEAST_GAIN = 0.004
-"""Least gain for which the split changes, as a share of a step."""
+LEAST_GAIN = 0.007
+"""Least gain for which the split changes, as a share of a step of mean times."""
 TIE = 1e-9
 """Share of a step up to which another split is as good."""
 PROBE = 4.0
@@ -252,11 +252,11 @@ class PerfModelPlanner:
         step = forecast.seconds(scaled) * math.exp(self.excess)
         gain = 1.0 - forecast.seconds(planned) / forecast.seconds(scaled)
         apart = 1.0 - float(forecast.finish(planned).max() / forecast.finish(scaled).max())  # of mean times
-        worth, chance = self.credit * gain, self._chance(forecast, running)
+        worth, least = self.credit * gain, max(LEAST_GAIN, self._chance(forecast, running))
         believed = f", {self.credit:.0%} of which is believed" if self.credit < 0.995 else ""
         shown = split_text(best, by_cost=current.cost is not None, most=3)
         other = f"{shown} would take {max(gain, 0.0):.1%} less{believed}"
-        if self.credit * apart > chance and worth > LEAST_GAIN:
+        if self.credit * apart > least and gain > 0.0:
             if worth < context.hysteresis:
                 return Decision(self, kept=f"the predicted gain is below hysteresis={context.hysteresis:g}: {other}")
             if not self.pays(worth, step, context):
@@ -268,8 +268,8 @@ class PerfModelPlanner:
             change = self._change(self._why(forecast, first=first), here, best, forecast)
             return Decision(replace(self, trial=trial), change, soon=gain > SOON)
         if apart > TIE:
-            kept = f"too little is known of the workers: {other}, and {chance:.1%} may be luck"
-            if self.credit * apart > chance:
+            kept = f"too little is known of the workers: {other}, and {least:.1%} may be luck"
+            if least == LEAST_GAIN or gain <= 0.0:
                 kept = f"there is too little to gain: {other}"
             return Decision(self, kept=kept, soon=gain > SOON and self.steps < YOUNG)
         if (probe := self._probe(forecast, running, step)) is None:
