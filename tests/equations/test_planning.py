@@ -469,7 +469,7 @@ def test_the_more_workers_the_luckier_is_the_luckiest():
     """Half of the workers are 8 % slower: among four of them that is no luck, among 64 it may be."""
     moved = []
     for n in (4, 64):
-        seen, ctx = alternating((100,) * n, np.where(np.arange(n) % 2 == 0, 0.108, 0.1), 0.04), context(100 * n, n)
+        seen, ctx = alternating((100,) * n, np.where(np.arange(n) % 2 == 0, 0.108, 0.1), 0.035), context(100 * n, n)
         moved.append(PerfModelPlanner().decide(seen, even_plan(ctx), ctx).proposal is not None)
     assert moved == [True, False]
 
@@ -477,8 +477,8 @@ def test_the_more_workers_the_luckier_is_the_luckiest():
 @pytest.mark.parametrize(
     ("sizes", "noise", "drift", "moves"),
     [
-        ((200, 200), 0.07, 0.0, False),
-        ((201, 199), 0.07, 0.0, True),
+        ((200, 200), 0.06, 0.0, False),
+        ((201, 199), 0.06, 0.0, True),
         ((201, 199), 0.1, 0.0, False),
         ((201, 199), 0.1, 8.0, True),
     ],

@@ -297,7 +297,8 @@ class PerfModelPlanner:
     def _chance(self, forecast: Forecast, sizes: Array) -> float:
         """Return the gain that chance alone pretends: how far the unluckiest of equal workers seems behind."""
         workers = forecast.workers
-        unlucky = (2.0 * math.log(len(sizes))) ** 0.5 + LUCK
+        free = max(float(workers.squares[:, 1].sum()), 1.0)
+        unlucky = ((2.0 * math.log(len(sizes))) ** 0.5 + LUCK) * (1.0 + 9.0 / free)  # noise itself is not sure
         if np.ptp(sizes) > forecast.context.multiple:  # equal workers keep equal sizes; others are misled by little
             unlucky *= UNEQUAL * (1.0 - float(workers.drifting.mean()))  # no later round knows more of drifts
         return float(unlucky * workers.errors(sizes)[forecast.finish(sizes).argmax()])
