@@ -81,7 +81,7 @@ def test_a_rate_falls_at_once_and_rises_slowly_after_a_message_before_training()
     assert times.rates == pytest.approx((2e5, 1e5), rel=0.3)
     for _ in range(3):
         before, times = times, seen(times, [1e5], rate=2e7)
-        assert times.rates[0] == pytest.approx(1 / (0.8 / before.rates[0] + 0.2 / 2e7), rel=0.1)
+        assert times.rates[0] == pytest.approx(1 / (0.95 / before.rates[0] + 0.05 / 2e7), rel=0.02)
 
 
 # which buckets are stale
