@@ -279,7 +279,7 @@ class PerfModelPlanner:
         return Decision(replace(self, trial=None), self._change(why, here, probe, forecast), soon=costs)
 
     def _change(self, why: str, here: Split, split: Split, forecast: Forecast) -> Proposal:
-        before, then = (self._timed(one, forecast)[0] for one in (here, split))
+        before, then = (forecast.seconds(forecast.sizes(one)) * math.exp(self.excess) for one in (here, split))
         takes = f"{abs(1.0 - then / before):.1%} {'less' if then <= before else 'more'}"
         reason = f"{why}: step {before * 1e3:.1f} -> {then * 1e3:.1f} ms ({takes})"
         return Proposal(self._planned(split, forecast), reason)

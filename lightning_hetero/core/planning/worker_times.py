@@ -169,6 +169,7 @@ class WorkerTimes:
         odds = self.drift + 0.5 * min(len(self.drift), 4) * max(float(self.drift.mean()), 0.0) - DRIFT_ODDS
         return np.asarray(1.0 / (1.0 + np.exp(-odds)))
 
+    @cached_property
     def _fitted(self) -> tuple[Array, Array, Array, Array, Array]:
         """Return a point on each worker's lines, their slopes, the usual elasticity, and the variance of their own.
 
@@ -198,7 +199,7 @@ class WorkerTimes:
 
         Sizes, rising from 0, shape ``(points, workers)``, and seconds, not falling, shape ``(2, points, workers)``.
         """
-        size, seconds, slope, usual, _ = self._fitted()
+        size, seconds, slope, usual, _ = self._fitted
         there = self.steps > 0
         # a worker that ran at fewer sizes than others repeats its greatest one
         point = np.where(there, np.arange(SIZES), self.size.argmax(axis=1)[:, None])
@@ -236,7 +237,7 @@ class WorkerTimes:
 
         They have the slopes of the fitted lines, which hold over a wide range of sizes.
         """
-        size, seconds, slope, _, _ = self._fitted()
+        size, seconds, slope, _, _ = self._fitted
         line = np.maximum(seconds + slope * (sizes - size)[:, None], 1e-12)
         scale = self.parts(sizes) / line
         slopes, fixed = scale * slope, scale * np.maximum(seconds - slope * size[:, None], 0.0)
@@ -244,7 +245,7 @@ class WorkerTimes:
 
     def errors(self, sizes: Array) -> Array:
         """Return the relative standard errors of the times at these sizes, shape ``(workers,)``."""
-        variance, (size, _, _, _, elasticity) = self.jitter**2, self._fitted()
+        variance, (size, _, _, _, elasticity) = self.jitter**2, self._fitted
         here = np.where(self.size == sizes[:, None], self.steps, 0.0).sum(axis=1)
         by_point = np.where(here > 0, variance / np.maximum(here, 1.0), np.inf)
         by_line = variance / np.maximum(self.steps.sum(axis=1), 1.0) + 0.5 * CURVATURE**2
