@@ -37,7 +37,9 @@ class Forecast:
     def curves(self) -> Curves:
         """When each worker ends a step, by its size."""
         at, (a, p) = self.workers.curves
-        return np.tile(at, 2), np.concatenate(step_ends(a, p, self.link, self.context.accumulation), axis=1)
+        return np.concatenate([at, at], axis=1), np.concatenate(
+            step_ends(a, p, self.link, self.context.accumulation), axis=1
+        )
 
     @cached_property
     def bounds(self) -> tuple[Array, Array]:
@@ -75,7 +77,7 @@ class Forecast:
 
     def _ends(self, sizes: Array) -> Array:
         at, seconds = self.curves
-        return interpolated(at, seconds, np.tile(sizes, 2)).reshape(2, -1)
+        return interpolated(at, seconds, np.concatenate([sizes, sizes])).reshape(2, -1)
 
     def error(self, sizes: Array) -> float:
         """Return the standard error of the seconds, as a share."""

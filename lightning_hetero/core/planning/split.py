@@ -14,7 +14,7 @@ computing or with the all-reduce, and the columns of the one come after those of
 def finish_times(curves: Curves, sizes: Array) -> Array:
     """Return when each worker finishes a step with these sizes: the latest of its curves."""
     at, seconds = curves
-    ends = interpolated(at, seconds, np.tile(sizes, at.shape[1] // len(sizes)))
+    ends = interpolated(at, seconds, np.concatenate([sizes] * (at.shape[1] // len(sizes))))
     return np.asarray(ends.reshape(-1, len(sizes)).max(axis=0))
 
 
