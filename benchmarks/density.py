@@ -39,12 +39,18 @@ MODELS = {"communication-bound": (160e6, 0.1), "in between": (80e6, 0.25), "comp
 """Bytes of the gradient, and seconds of computing."""
 
 
+def walked(moves, first, least):
+    """A rate of a random walk in its logarithm, to 1000 Mbit/s."""
+    walk = [first]
+    for move in moves:
+        walk.append(float(np.clip(walk[-1] * np.exp(move), least, 1000.0)))
+    return walk
+
+
 def traces():
     """Rates in Mbit/s of each second, by name; of a tenth of one for outages and spikes."""
     rng, t, fine = np.random.default_rng(1), np.arange(SECONDS), np.arange(0.0, SECONDS, 0.1)
-    walk = [100.0]
-    for move in rng.normal(0.0, 0.25, len(t) - 1):
-        walk.append(float(np.clip(walk[-1] * np.exp(move), 10.0, 1000.0)))
+    walk = walked(rng.normal(0.0, 0.25, len(t) - 1), 100.0, 10.0)
     wan = np.exp(rng.uniform(*np.log([50.0, 600.0]), int(SECONDS / 4)))
     found = {f"steady {rate}": (t[:1], [float(rate)]) for rate in (10, 100, 1000)}
     found["falling"] = t, 1000.0 * 0.01 ** (t / SECONDS)
@@ -62,9 +68,7 @@ def traces():
 def held_out():
     """Eight more, that nothing was chosen by."""
     rng, t, fine = np.random.default_rng(77), np.arange(SECONDS), np.arange(0.0, SECONDS, 0.1)
-    walk = [200.0]
-    for move in rng.normal(0.0, 0.2, len(t) - 1):
-        walk.append(float(np.clip(walk[-1] * np.exp(move), 5.0, 1000.0)))
+    walk = walked(rng.normal(0.0, 0.2, len(t) - 1), 200.0, 5.0)
     wan = np.exp(rng.uniform(*np.log([20.0, 300.0]), int(SECONDS / 6)))
     found = {
         "steady 30": (t[:1], [30.0]),

@@ -177,6 +177,7 @@ class PerfModelPlanner:
         return planner._judged(seen, planner.forecast(context))
 
     def _learned(self, seen: StepObservations, context: PlanContext) -> "PerfModelPlanner":
+        """Return the planner with the times of one step or more; doubts about gains fade with the steps."""
         elapsed = float(max(context.elapsed or 0, seen.num_steps))
         workers = self.times.select(context.identities)
         jumped, since = np.zeros(len(context.identities), dtype=bool), elapsed
