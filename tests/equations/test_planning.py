@@ -256,10 +256,14 @@ def test_noise_is_that_of_usual_steps_in_the_newest_hundreds_and_hides_small_cha
     assert observed((10.0,) * 4, (0.1, 0.1, 0.1, 0.13)).drifting[0] < 0.9, "one round"
 
 
-def test_the_level_follows_the_newest_round_at_a_known_size_and_at_a_new_one():
-    for sizes in ((100.0, 100.0), (100.0, 102.0), (100.0, 140.0, 100.0)):
+def test_the_level_follows_the_newest_round_at_a_known_size_and_of_a_drift_at_a_new_one():
+    for sizes in ((100.0, 100.0), (100.0, 140.0, 100.0)):
         usual = [1.0 if b == 100.0 else 0.2 + 0.008 * b for b in sizes]
         assert observed(sizes, (*usual[:-1], 1.06 * usual[-1])).level[0] > 0.03
+    steady, new, took = observed((100.0, 100.0), (1.0, 1.0)), np.array([102.0]), np.full((16, 1), 1.08)
+    drifts = replace(steady, drift=np.full(1, 8.0))
+    still, moving = (one.observe(new, took / 3, 2 * took / 3, 16).level[0] for one in (steady, drifts))
+    assert still < 0.01 < 0.03 < moving
 
 
 def test_a_new_worker_beside_a_known_one_has_no_level_and_waiting_is_not_the_links_time():
@@ -507,9 +511,18 @@ def test_of_a_new_worker_little_is_known():
 def test_below_the_sizes_that_ran_time_falls_by_some_of_what_is_usual_and_no_curve_is_steeper_than_its_samples():
     flat, steep = observed((20.0, 40.0), (0.1, 0.1)), observed((20.0, 40.0), (0.02, 0.2))
     at = [one.parts(np.array([b])).sum() for one in (flat, steep) for b in (10.0, 40.0, 80.0)]
-    assert 0.85 < at[0] / at[1] < 0.95
+    assert 0.85 < at[0] / at[1] < 0.98
     assert 1.0 <= at[2] / at[1] < 1.08
     assert at[5] / at[4] < 2.2
+
+
+def test_sizes_that_a_drifting_worker_ran_at_other_speeds_tell_little_of_its_line():
+    steady = observed((100.0, 90.0, 81.0), (0.1, 0.1, 0.1))
+    drifts = replace(steady, drift=np.full(1, 8.0), level=np.full(1, 0.2))
+    (at_30, at_100), (flat_30, flat_100) = (
+        [one.parts(np.array([b])).sum() for b in (30.0, 100.0)] for one in (drifts, steady)
+    )
+    assert at_30 / at_100 < 0.6 < 0.75 < flat_30 / flat_100
 
 
 def test_steps_within_the_usual_noise_are_no_events_and_an_odd_one_does_not_make_it():

@@ -177,6 +177,9 @@ class WorkerTimes:
         """
         there = self.steps > 0
         noise = self.jitter[:, None] ** 2 / np.maximum(self.steps, 1e-9) + OFF_LINE**2
+        # a drift shows each size at another speed, up and down by its level: who slows and is given less seems to take
+        # as long for any size
+        noise += (self.drifting * (2.0 * self.level) ** 2)[:, None]
         weight = np.where(there, 1.0 / noise, 0.0)
         every = np.maximum(weight.sum(axis=1), 1e-12)
         size = np.maximum((weight * self.size).sum(axis=1) / every, 1e-9)
@@ -302,7 +305,7 @@ class WorkerTimes:
             jumped=np.zeros(workers, dtype=bool),
         )
         if self.known.any():
-            now = now._follow(sizes, pace.sum(axis=1), count)
+            now = now._follow(sizes, pace.sum(axis=1), count, self.parts(sizes).sum(axis=1))
         size, steps, seconds = now.size.copy(), now.steps * np.exp(-elapsed / STILL), now.seconds.copy()
         again, slot = now._slots(sizes)
         at = np.arange(workers), np.where(again, slot, steps.argmin(axis=1))
@@ -317,19 +320,19 @@ class WorkerTimes:
         same = self.size == sizes[:, None]
         return same.any(axis=1), same.argmax(axis=1)
 
-    def _follow(self, sizes: Array, pace: Array, count: int) -> "WorkerTimes":
+    def _follow(self, sizes: Array, pace: Array, count: int, predicted: Array) -> "WorkerTimes":
         """Return the times with level, drift and jumps after a round, before its point is added.
 
         Args:
             sizes: samples of each worker.
             pace: its mean seconds of a step.
             count: steps of the round.
+            predicted: seconds of a step by the curves.
         """
         variance, each = self.jitter**2, np.arange(len(sizes))
         again, slot = self._slots(sizes)
         level = self.drifting * self.level
-        expected = self.parts(sizes).sum(axis=1) * np.exp(-level)
-        expected = np.where(again, self.seconds[each, slot].sum(axis=1), expected)
+        expected = np.where(again, self.seconds[each, slot].sum(axis=1), predicted * np.exp(-level))
         off = np.where(self.known, np.log(pace / expected), 0.0)
         # of two predictions, the average of all steps and the newest level, which was closer
         seen = np.maximum(np.where(again, self.steps[each, slot], self.steps.sum(axis=1)), 1.0)
@@ -339,6 +342,7 @@ class WorkerTimes:
         by_level = variance / count * (1.0 + weight / (2.0 - weight)) + bent
         odds = 0.5 * (off**2 / by_points - (off - self.level) ** 2 / by_level - np.log(by_level / by_points))
         drift = np.clip(self.drift + self.known * np.clip(odds, -MOST_EVIDENCE, MOST_EVIDENCE), -8.0, 8.0)
+        follow = weight * np.where(again, 1.0, self.drifting)  # at a new size, it may be the line that is off
         beyond = off - level
         least = np.maximum(JUMP * np.sqrt(by_points), MIN_JUMP)
         # at a new size, time can only be expected; but more samples than ever took less, or fewer took more, by a jump
@@ -352,7 +356,7 @@ class WorkerTimes:
             self,
             drift=drift,
             jumped=jumped,
-            level=np.where(jumped, 0.0, self.level + weight * (off - self.level)),
+            level=np.where(jumped, 0.0, self.level + follow * (off - self.level)),
             seconds=self.seconds * np.where(jumped, np.exp(off), 1.0)[:, None, None],
             steps=np.where(jumped[:, None], np.minimum(self.steps, 4.0), self.steps),
         )
