@@ -177,9 +177,10 @@ class WorkerTimes:
         """
         there = self.steps > 0
         noise = self.jitter[:, None] ** 2 / np.maximum(self.steps, 1e-9) + OFF_LINE**2
-        # a drift shows each size at another speed, up and down by its level: who slows and is given less seems to take
-        # as long for any size
-        noise += (self.drifting * (2.0 * self.level) ** 2)[:, None]
+        # a drift shows each size at another speed, up and down by what its level is beyond luck: a worker that slows and
+        # is given less seems to take as long for any size
+        astray = np.maximum(self.level**2 - self.jitter**2 / MOVING, 0.0)
+        noise += (4.0 * self.drifting * astray)[:, None]
         weight = np.where(there, 1.0 / noise, 0.0)
         every = np.maximum(weight.sum(axis=1), 1e-12)
         size = np.maximum((weight * self.size).sum(axis=1) / every, 1e-9)
