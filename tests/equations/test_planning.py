@@ -428,6 +428,11 @@ def test_a_probe_has_to_pay_within_its_bounds(known, seconds, noise, sizes):
     assert found.soon == (sizes is not None), "what costs time for a sample is undone early"
 
 
+def test_no_probe_where_another_total_is_asked_for_than_ran():
+    decision = PerfModelPlanner().decide(seen_of((4, 4), (0.07, 0.0595)), even_plan(context(8, 2)), context(6, 2))
+    assert decision.proposal is None
+
+
 def test_a_change_pays_over_the_steps_that_ran_and_256_at_least():
     ctx = context(40, 2)
     for steps, saved in ((0.0, 25.6), (1000.0, 100.0)):

@@ -313,7 +313,9 @@ class PerfModelPlanner:
             forecast.finish(sizes),
         )
         slow, fast = int(finish.argmax()), int(np.where(sizes < high, finish, np.inf).argmin())
-        if (workers.steps > 0).sum(axis=1).max() > 1 or sizes[slow] <= low[slow] or sizes[fast] >= high[fast]:
+        if (workers.steps > 0).sum(axis=1).max() > 1 or sizes.sum() != context.total_batch_size:
+            return None
+        if sizes[slow] <= low[slow] or sizes[fast] >= high[fast]:
             return None
         most = 1.0 - float(finish.mean() / finish.max())  # about what another split may gain
         if most <= context.hysteresis or not self.pays(most, step, context):

@@ -177,8 +177,8 @@ class WorkerTimes:
         """
         there = self.steps > 0
         noise = self.jitter[:, None] ** 2 / np.maximum(self.steps, 1e-9) + OFF_LINE**2
-        # a drift shows each size at another speed, up and down by what its level is beyond luck: a worker that slows and
-        # is given less seems to take as long for any size
+        # a drift shows each size at another speed, up and down by what its level is beyond luck: a worker that slows
+        # and is given less seems to take as long for any size
         astray = np.maximum(self.level**2 - self.jitter**2 / MOVING, 0.0)
         noise += (4.0 * self.drifting * astray)[:, None]
         weight = np.where(there, 1.0 / noise, 0.0)
