@@ -220,6 +220,13 @@ def test_a_curve_does_not_fall_and_begins_anew_after_a_jump():
     assert observed((10.0, 10.0), (0.1, 0.2)).steps.max() == pytest.approx(20, rel=0.02)
 
 
+def test_a_speed_that_jumps_within_a_round_scales_all_sizes_by_the_whole_jump():
+    times, took = observed((10.0, 20.0), (0.1, 0.2)), np.full((8, 1), 0.26)
+    took[:2] = 0.2
+    jumped = times.observe(np.array([20.0]), took / 3, 2 * took / 3, 8)
+    assert [jumped.parts(np.array([b])).sum() for b in (10.0, 20.0)] == pytest.approx([0.13, 0.26], rel=0.02)
+
+
 def test_more_samples_in_less_time_or_fewer_in_more_are_a_jump_at_a_new_size():
     """A worker shrank while a neighbour ran, and grew by a few samples in the moment in which the neighbour left."""
     jumps = [observed((15.0, b), (0.2, t)).jumped[0] for b, t in ((18.0, 0.07), (12.0, 0.4), (18.0, 0.23), (5.0, 0.1))]

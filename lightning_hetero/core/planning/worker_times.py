@@ -306,7 +306,8 @@ class WorkerTimes:
             jumped=np.zeros(workers, dtype=bool),
         )
         if self.known.any():
-            now = now._follow(sizes, pace.sum(axis=1), count, self.parts(sizes).sum(axis=1))
+            now = now._follow(sizes, pace.sum(axis=1), middle, count, self.parts(sizes).sum(axis=1))
+            pace *= np.where(now.jumped, middle / pace.sum(axis=1), 1.0)[:, None]
         size, steps, seconds = now.size.copy(), now.steps * np.exp(-elapsed / STILL), now.seconds.copy()
         again, slot = now._slots(sizes)
         at = np.arange(workers), np.where(again, slot, steps.argmin(axis=1))
@@ -321,12 +322,13 @@ class WorkerTimes:
         same = self.size == sizes[:, None]
         return same.any(axis=1), same.argmax(axis=1)
 
-    def _follow(self, sizes: Array, pace: Array, count: int, predicted: Array) -> "WorkerTimes":
+    def _follow(self, sizes: Array, pace: Array, middle: Array, count: int, predicted: Array) -> "WorkerTimes":
         """Return the times with level, drift and jumps after a round, before its point is added.
 
         Args:
             sizes: samples of each worker.
             pace: its mean seconds of a step.
+            middle: its median seconds of a step.
             count: steps of the round.
             predicted: seconds of a step by the curves.
         """
@@ -344,21 +346,23 @@ class WorkerTimes:
         odds = 0.5 * (off**2 / by_points - (off - self.level) ** 2 / by_level - np.log(by_level / by_points))
         drift = np.clip(self.drift + self.known * np.clip(odds, -MOST_EVIDENCE, MOST_EVIDENCE), -8.0, 8.0)
         follow = weight * np.where(again, 1.0, self.drifting)  # at a new size, it may be the line that is off
-        beyond = off - level
+        # some steps of the round may have been at the speed before: then only the median tells how far it jumped
+        far = np.where(self.known, np.log(middle / expected), 0.0)
+        beyond = np.stack([off, far]) - level
         least = np.maximum(JUMP * np.sqrt(by_points), MIN_JUMP)
         # at a new size, time can only be expected; but more samples than ever took less, or fewer took more, by a jump
         there, taken = self.steps > 0, self.seconds.sum(axis=2)
         low = np.where(there & (self.size < sizes[:, None]), taken, 0.0).max(axis=1)
         high = np.where(there & (self.size > sizes[:, None]), taken, np.inf).min(axis=1)
-        now = pace * np.exp(-level)
+        now = middle * np.exp(-level)
         implausible = (now < np.exp(-MIN_NEW) * low) | (now > np.exp(MIN_NEW) * high)
-        jumped = np.where(again, np.abs(beyond) > least, implausible)
+        jumped = np.where(again, np.maximum(beyond.min(axis=0), -beyond.max(axis=0)) > least, implausible)
         return replace(
             self,
             drift=drift,
             jumped=jumped,
             level=np.where(jumped, 0.0, self.level + follow * (off - self.level)),
-            seconds=self.seconds * np.where(jumped, np.exp(off), 1.0)[:, None, None],
+            seconds=self.seconds * np.where(jumped, np.exp(far), 1.0)[:, None, None],
             steps=np.where(jumped[:, None], np.minimum(self.steps, 4.0), self.steps),
         )
 
