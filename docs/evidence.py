@@ -218,7 +218,7 @@ OWN = {
         "seeds: medians, and in parentheses the worst of them. In LB-BSP, with which the Cannikin paper compares, the "
         "slowest worker hands five samples to the fastest at each decision. Runs have 150 steps, those of 16 workers "
         "100; LB-BSP has 200 and 100. C and the equal devices were run earlier, on an Intel Xeon and with the former "
-        "time model.",
+        "time model; fixed costs and 25:1 before the last changes of its rule.",
         "balance.json",
     ),
     "Predicted step times": (
