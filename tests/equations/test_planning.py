@@ -69,6 +69,13 @@ def test_a_size_that_ran_counts_as_measured_and_others_follow_the_line():
     assert times.errors(np.array([20.0])) > times.errors(np.array([16.0]))
 
 
+def test_times_of_sizes_near_those_that_ran_are_the_surest():
+    times = observed((10.0, 12.0), (0.1, 0.12))
+    errors = [float(times.errors(np.array([size]))[0]) for size in (10.0, 11.0, 5.0, 30.0)]
+    assert errors == sorted(errors)
+    assert errors[1] < 0.05 < 0.1 < errors[3]
+
+
 def staircase(planner, speeds, tile, total, steps, rng, multiple=1):
     """Plans of a run whose times rise by tiles, and their exact step times."""
     ctx = context(total, len(speeds), multiple=multiple)
@@ -413,6 +420,13 @@ def test_a_gain_that_came_true_is_credited_in_windows_too():
     plan = first.proposal.plan
     seconds = (expected - 0.2) / 8
     assert first.planner.decide(seen(plan.local_batch_sizes, (seconds, seconds)), plan, ctx).planner.credit > 0.95
+
+
+def test_a_step_that_waits_for_the_link_is_measured_by_it():
+    seen, ctx = seen_of((20, 20), (0.02, 0.06)), context(40, 2)
+    seen = replace(seen, first_bucket=0.1 * seen.backward, overlapped_sync=np.full_like(seen.forward, 0.06))
+    trial = PerfModelPlanner().decide(seen, even_plan(ctx), ctx).planner.trial
+    assert trial.seconds == pytest.approx(0.02 + 0.1 * 0.04 + 0.06, rel=0.02)
 
 
 @pytest.mark.parametrize(
